@@ -61,6 +61,7 @@ neighbours: $(INSTALLED)   ## tests of plans in other libraries; installs torcht
 
 lint: $(INSTALLED)         ## style, types, and which package may import which
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -47,11 +47,14 @@ class Comparison(NamedTuple):
 
 
 def compare_job(seed: int, steps: int) -> Iterator[Comparison]:
-    """Iterate over the comparisons of the job of a seed; none if it has no plan."""
+    """Iterate over the comparisons of a seed's job; none if it has no plan."""
     case = draw_case(seed, "roles")
     job, failed = parse_job(case.text), tuple(Worker(*worker) for worker in case.failed)
     options = PlanOptions(
-        steps=steps, seed=seed, backward=case.backward, optimizer=case.optimizer  # type: ignore[arg-type]
+        steps=steps,
+        seed=seed,
+        backward=case.backward,
+        optimizer=case.optimizer,  # type: ignore[arg-type]
     )
     if not failed:
         return
@@ -70,16 +73,18 @@ def compare_job(seed: int, steps: int) -> Iterator[Comparison]:
 def build_small_table(case: Case, job: Job, options: PlanOptions, failures: int) -> Table:
     """Build a table in this process and read it again."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
-        build_table(job, case.text.encode(), Path(folder), options, max_failures=failures,
-                    executor=pool)
+        build_table(
+            job, case.text.encode(), Path(folder), options, max_failures=failures, executor=pool
+        )
         table = Table.load(folder)
         table.verify()
         return table
 
 
-def plan_fresh(kind: str, job: Job, failed: tuple[Worker, ...],
-               options: PlanOptions) -> float | None:
-    """Return the period in seconds of a new plan that may do what the kind of answer may."""
+def plan_fresh(
+    kind: str, job: Job, failed: tuple[Worker, ...], options: PlanOptions
+) -> float | None:
+    """Return a new plan's period, in seconds, under an answer's rules."""
     try:
         if kind == "at once":
             return plan_only(options, job, failed).period
@@ -96,11 +101,18 @@ def summarise(found: list[Comparison]) -> list[dict[str, object]]:
         compared = [comparison for comparison in found if comparison.kind == kind]
         longer = [comparison for comparison in compared if comparison.excess > TOLERANCE]
         worst = max(longer, key=lambda comparison: comparison.excess, default=None)
-        mean = statistics.fmean(comparison.excess for comparison in compared) if compared else 0.0
-        rows.append({"kind": kind, "compared": len(compared), "longer": len(longer),
-                     "mean_excess": mean, "worst_excess": worst.excess if worst else 0.0,
-                     "shorter": sum(one.fresh > one.looked_up * (1 + TOLERANCE) for one in compared),
-                     "longer_seeds": [comparison.seed for comparison in longer]})
+        excesses = [comparison.excess for comparison in compared]
+        shorter = sum(pair.fresh > pair.looked_up * (1 + TOLERANCE) for pair in compared)
+        row: dict[str, object] = {
+            "kind": kind,
+            "compared": len(compared),
+            "longer": len(longer),
+            "mean_excess": statistics.fmean(excesses) if excesses else 0.0,
+            "worst_excess": worst.excess if worst else 0.0,
+            "shorter": shorter,
+            "longer_seeds": [comparison.seed for comparison in longer],
+        }
+        rows.append(row)
     return rows
 
 
@@ -121,9 +133,15 @@ def main() -> None:
         return
     grid = Grid("answer", "compared", "longer", "shorter", "mean excess", "worst", "its seeds")
     for row in rows:
-        grid.add_row(row["kind"], str(row["compared"]), str(row["longer"]), str(row["shorter"]),
-                     f"{row['mean_excess']:.3%}", f"{row['worst_excess']:.2%}",
-                     ", ".join(map(str, row["longer_seeds"])))
+        grid.add_row(
+            row["kind"],
+            str(row["compared"]),
+            str(row["longer"]),
+            str(row["shorter"]),
+            f"{row['mean_excess']:.3%}",
+            f"{row['worst_excess']:.2%}",
+            ", ".join(map(str, row["longer_seeds"])),
+        )
     Console().print(grid)
 
 

@@ -19,17 +19,26 @@ from slipstream.runtime.events import Event, Failed, Joined, Noted
 from slipstream.runtime.tools.reference import ReferenceResult
 from slipstream.schedules.schedule import Worker
 
-REASONS = ("SIGKILL", "stopped answering", "InjectedError", "exit status 3", "was not found by the new node 0")
+REASONS = (
+    "SIGKILL",
+    "stopped answering",
+    "InjectedError",
+    "exit status 3",
+    "was not found by the new node 0",
+)
 """Texts in the reasons for workers that were lost on purpose."""
 STOPPED = "stopped answering"
 """Text in the reason for a worker that was stopped."""
 SILENT_SECONDS = 30.0
 """Longest time, in seconds, without a commit, an event or a line."""
-KEPT = re.compile(r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json|schedules/[0-9a-f]{16}\.json"
-                  r"|parameters/layer-\d+\.safetensors|logs/worker-\d+\.\d+(-rank-\d+)?\.log|checkpoints/iteration-\d+/[^.][^/]*")
+KEPT = re.compile(
+    r"losses\.jsonl|metrics\.jsonl|events\.jsonl|schedule\.json|trace\.json"
+    r"|schedules/[0-9a-f]{16}\.json|parameters/layer-\d+\.safetensors"
+    r"|logs/worker-\d+\.\d+(-rank-\d+)?\.log|checkpoints/iteration-\d+/[^.][^/]*"
+)
 """Pattern of the files that a run may leave in its folder."""
 NOTICED_SECONDS = 10.0
-"""Time limit, in seconds, to notice that a process has ended: one second usually, a few on a busy machine."""
+"""Time limit, in seconds, to notice that a process has ended, on a busy machine."""
 _OF_WORKER = re.compile(r"[/-].*")
 """Part of a process name that follows the name of its worker."""
 _BEFORE = re.compile(r"worker (\S+) .*, before it took part")
@@ -47,7 +56,7 @@ class Tally:
     lost: int = 0
     """Number of times that fewer workers were left than there are stages."""
     back: int = 0
-    """Number of times that the live workers returned to a checkpoint, because a stage had no worker left."""
+    """Number of returns to a checkpoint, because a stage had no worker left."""
     nodes: int = 0
     """Number of times that all workers of a node were lost in one recovery."""
     leaders: int = 0
@@ -67,24 +76,28 @@ class Tally:
     told: list[str] = field(default_factory=list)
     """Further messages of the runs."""
     innocent: int = 0
-    """Number of workers that were lost as silent although nobody had stopped them, as on a machine that is too busy."""
+    """Number of workers that were lost as silent although nobody had stopped them."""
     silence: float = 0.0
     """Longest time, in seconds, in which a run has told nothing."""
 
     @property
     def kills(self) -> int:
         """Number of lost workers and lost connections."""
-        return self.lost + sum(max(len(one.dead), not one.returned) for one in self.recoveries if not one.settled)
+        return self.lost + sum(
+            max(len(recovery.dead), not recovery.returned)
+            for recovery in self.recoveries
+            if not recovery.rebalanced
+        )
 
     @property
     def returns(self) -> int:
         """Number of workers that came back."""
-        return sum(len(one.returned) for one in self.recoveries)
+        return sum(len(recovery.returned) for recovery in self.recoveries)
 
     @property
     def settled(self) -> int:
         """Number of times that layers moved while all workers trained."""
-        return sum(one.settled for one in self.recoveries)
+        return sum(recovery.rebalanced for recovery in self.recoveries)
 
     @property
     def events(self) -> int:
@@ -92,20 +105,27 @@ class Tally:
         return self.kills + self.returns + self.leaders + self.slowdowns
 
     def add(self, recovery: Recovery, nodes: Sequence[Collection[Worker]] = ()) -> None:
-        """Count a recovery, given the workers of each node. Raises ChaosError for an unknown reason of a loss."""
+        """Count a recovery, given the workers of each node.
+
+        Raises ChaosError for an unknown reason of a loss.
+        """
         self.recoveries.append(recovery)
         self.nodes += sum(set(recovery.dead).issuperset(workers) for workers in nodes)
         self.back += recovery.went_back_to is not None
         for reason in recovery.reasons:
-            known = next((known for known in REASONS if known in reason), None)
-            if known is None:
+            key = next((key for key in REASONS if key in reason), None)
+            if key is None:
                 raise ChaosError(f"a worker was lost for no reason of ours: {reason}")
-            self.reasons[known] += 1
-        self.reasons["connections"] += not recovery.dead and not recovery.returned and not recovery.settled
+            self.reasons[key] += 1
+        self.reasons["connections"] += (
+            not recovery.dead and not recovery.returned and not recovery.rebalanced
+        )
 
     def count_innocent(self, recovery: Recovery, stopped: Collection[str]) -> None:
-        """Count the workers that were lost as silent and are not among those that were stopped."""
-        self.innocent += sum(STOPPED in reason and reason.split()[1] not in stopped for reason in recovery.reasons)
+        """Count the workers that were lost as silent, but not stopped."""
+        self.innocent += sum(
+            STOPPED in reason and reason.split()[1] not in stopped for reason in recovery.reasons
+        )
 
     def add_speeds(self, event: SpeedEvent) -> None:
         """Count the detected changes of workers' speeds."""
@@ -119,38 +139,63 @@ class Tally:
         self.pairs += other.pairs
         self.deviation = max(self.deviation, other.deviation)
         self.silence = max(self.silence, other.silence)
-        for name in ("lost", "back", "nodes", "leaders", "slowdowns", "found", "left_out", "innocent",
-                     "runs"):
+        for name in (
+            "lost",
+            "back",
+            "nodes",
+            "leaders",
+            "slowdowns",
+            "found",
+            "left_out",
+            "innocent",
+            "runs",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def report(self) -> str:
         """Return the counts in a few lines."""
-        seconds = sorted(one.seconds for one in self.recoveries if one.dead or not (one.returned or one.settled))
+        seconds = sorted(
+            recovery.seconds
+            for recovery in self.recoveries
+            if recovery.dead or not (recovery.returned or recovery.rebalanced)
+        )
         middle, worst = (statistics.median(seconds), seconds[-1]) if seconds else (0.0, 0.0)
         causes = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-        meanwhile = sum(one.meanwhile for one in self.recoveries)
-        return (f"{self.runs} runs, {self.events} events: {self.kills} kills ({causes}), {self.returns} returns, "
-                f"{self.slowdowns} changes of speed, {self.nodes} nodes lost, node 0 killed {self.leaders} times\n"
-                f"{self.settled} times settled, {meanwhile} iterations while layers were fetched, {self.found} changes "
-                f"of speed found, {self.left_out} workers left out, {self.back} times back to a checkpoint, "
-                f"{self.lost} times too few were left\n"
-                f"pairs: {', '.join(f'{count} {what}' for what, count in self.pairs.most_common()) or 'none'}\n"
-                f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms; longest silence "
-                f"{self.silence:.1f} s; {self.innocent} lost as silent that nobody had stopped\n"
-                f"largest deviation {self.deviation:.3g}")
+        meanwhile = sum(recovery.meanwhile for recovery in self.recoveries)
+        pairs = ", ".join(f"{count} {what}" for what, count in self.pairs.most_common())
+        return (
+            f"{self.runs} runs, {self.events} events: {self.kills} kills ({causes}), "
+            f"{self.returns} returns, {self.slowdowns} changes of speed, {self.nodes} nodes lost, "
+            f"node 0 killed {self.leaders} times\n"
+            f"{self.settled} times settled, {meanwhile} iterations while layers were fetched, "
+            f"{self.found} changes of speed found, {self.left_out} workers left out, {self.back} "
+            f"times back to a checkpoint, {self.lost} times too few were left\n"
+            "pairs: "
+            f"{pairs or 'none'}\n"
+            f"recovery: median {middle * 1e3:.0f} ms, worst {worst * 1e3:.0f} ms; longest silence "
+            f"{self.silence:.1f} s; {self.innocent} lost as silent that nobody had stopped\n"
+            f"largest deviation {self.deviation:.3g}"
+        )
 
     def compare_losses(self, out: Path, reference: ReferenceResult) -> int:
-        """Return the number of losses on disk. Raises ChaosError if they are incomplete or out of order."""
+        """Return the number of losses on disk.
+
+        Raises ChaosError if they are incomplete or out of order.
+        """
         lines = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
         found = [line["iteration"] for line in lines]
         place = next((place for place, iteration in enumerate(found) if place != iteration), None)
         if place is not None:
-            raise ChaosError(f"{out}: losses are not those of all iterations, in order: line {place + 1} is of "
-                             f"iteration {found[place]}, after {found[max(0, place - 3):place]}")
+            raise ChaosError(
+                f"{out}: losses are not those of all iterations, in order: line {place + 1} is of "
+                f"iteration {found[place]}, after {found[max(0, place - 3) : place]}"
+            )
         for line in lines:
             if line["loss"] is None:
                 raise ChaosError(f"{out}: the loss of iteration {line['iteration']} is not known")
-            self.deviation = max(self.deviation, abs(line["loss"] - reference.losses[line["iteration"]]))
+            self.deviation = max(
+                self.deviation, abs(line["loss"] - reference.losses[line["iteration"]])
+            )
         return len(lines)
 
     def compare_parameters(self, out: Path, reference: ReferenceResult) -> None:
@@ -163,7 +208,7 @@ class Tally:
 
 
 class Silence:
-    """Measure the longest time in which a run tells nothing: no commit, no event, no line."""
+    """Measure the longest time in which a run says nothing."""
 
     def __init__(self) -> None:
         self._heard = time.monotonic()
@@ -177,25 +222,29 @@ class Silence:
 
 
 class Survivors:
-    """Check that no process of a worker ends or is replaced unless the run reports that the worker was lost.
+    """Check that a worker's process ends only if the run reports the worker as lost.
 
-    The processes `found` belong to workers of another node 0 that must be adopted, by name of worker. `running` returns
-    the processes that run now, so that a worker that is started and lost between two commits is known to be lost.
+    The processes `found` belong to workers of another node 0 that must be adopted, by name of
+    worker. `running` returns the processes that run now, so that a worker that is started and lost
+    between two commits is known to be lost.
     """
 
-    def __init__(self, found: Mapping[str, int], running: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(
+        self, found: Mapping[str, int], running: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         self._found = dict(found)
         self._running = running
         self._pids: dict[str, int] = {}
         self._ended: dict[str, float] = {}
-        """Times since when processes that must be adopted are gone without a report, by name of worker."""
+        """Times since when processes to be adopted are gone unreported, by name of worker."""
         self._lost: set[int] = set()
         """Processes of workers that are reported lost, which may take a moment to end."""
         self._wrong: list[str] = []
 
     def observe(self, event: Event) -> None:
         """Record an event of the run."""
-        # One that joins takes the place of a process that node 0 had started, and that had not joined when node 0 died.
+        # One that joins takes the place of a process that node 0 had started, and that had not
+        # joined when node 0 died.
         worker = str(event.worker) if isinstance(event, Failed | Joined) else None
         if isinstance(event, Noted) and (match := _BEFORE.match(event.text)):
             worker = match[1]
@@ -204,13 +253,20 @@ class Survivors:
                 for name in [name for name in pids if worker_of(name) == worker]:
                     del pids[name]
             if not isinstance(event, Joined):
-                self._lost |= {pid for pids in (self._pids, self._running()) for name, pid in pids.items()
-                               if worker_of(name) == worker}
+                self._lost |= {
+                    pid
+                    for pids in (self._pids, self._running())
+                    for name, pid in pids.items()
+                    if worker_of(name) == worker
+                }
 
     def look(self, pids: Mapping[str, int]) -> None:
         """Compare the expected processes with those that exist at a commit, by name of worker."""
-        self._wrong += [f"worker {name} was process {self._pids[name]} and is {pid}, but was not lost"
-                        for name, pid in pids.items() if self._pids.get(name, pid) not in {pid, *self._lost}]
+        self._wrong += [
+            f"worker {name} was process {self._pids[name]} and is {pid}, but was not lost"
+            for name, pid in pids.items()
+            if self._pids.get(name, pid) not in {pid, *self._lost}
+        ]
         self._pids.update(pids)
         for name, pid in self._found.items():
             if not lives(pid):
@@ -218,8 +274,11 @@ class Survivors:
 
     def require(self) -> None:
         """Raise ChaosError if a process has ended or was replaced without a report."""
-        late = [f"the process of worker {name} has ended, and nobody has said so" for name, at in self._ended.items()
-                if time.monotonic() - at > NOTICED_SECONDS]
+        late = [
+            f"the process of worker {name} has ended, and nobody has said so"
+            for name, at in self._ended.items()
+            if time.monotonic() - at > NOTICED_SECONDS
+        ]
         if self._wrong or late:
             raise ChaosError("; ".join([*self._wrong, *late]))
 
@@ -227,35 +286,42 @@ class Survivors:
 def worker_of(process: str) -> str:
     """Return the name of the worker that a process belongs to.
 
-    A worker may consist of several processes, or continue as half of them. The fork server has its own name.
+    A worker may consist of several processes, or continue as half of them. The fork server has its
+    own name.
     """
     return _OF_WORKER.sub("", process)
 
 
 class Leaks:
-    """Check that this process and its children hold no more after later runs than after the first one.
+    """Check that later runs leave no more behind than the first one.
 
-    Some things are made only once and kept, such as the selector of the fork server.
+    It counts what this process and its children hold. Some things are made only once and kept, such
+    as the selector of the fork server.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, list[str]] | None = None
 
     def require(self, others: Mapping[str, int]) -> None:
-        """Raise ChaosError if something is left after a moment. The processes `others` must be gone, too.
+        """Raise ChaosError if something is left after a moment.
 
-        A run that has adopted processes does not use everything that other runs use: it is compared with them, but they
-        are not compared with it.
+        The processes `others` must be gone, too.
+
+        A run that has adopted processes does not use everything that other runs use: it is compared
+        with them, but they are not compared with it.
         """
         if self._before is None and not others:
             time.sleep(0.5)
             self._before = _held()
         deadline = time.monotonic() + NOTICED_SECONDS
         while True:
-            left = [] if self._before is None else [
-                f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})"
-                for what, found in _held().items() if (more := set(found) - set(self._before[what]))]
-            left += [f"process {pid} of worker {name}" for name, pid in others.items() if lives(pid)]
+            left = []
+            for what, found in _held().items() if self._before is not None else ():
+                if more := set(found) - set(self._before[what]):
+                    left.append(f"{len(more)} more {what} ({', '.join(sorted(more)[:5])})")
+            left += [
+                f"process {pid} of worker {name}" for name, pid in others.items() if lives(pid)
+            ]
             if not left:
                 return
             if time.monotonic() > deadline:
@@ -282,11 +348,14 @@ def lives(pid: int) -> bool:
 def below(pid: int) -> list[int]:
     """Return the process ids of all descendants of a process."""
     try:
-        mine = [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
+        mine = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except OSError:  # it has ended
         return []
-    return [one for child in mine for one in (child, *below(child))]
+    return [process for child in mine for process in (child, *below(child))]
 
 
 def workers_below(*pids: int) -> dict[str, int]:
@@ -295,7 +364,7 @@ def workers_below(*pids: int) -> dict[str, int]:
     For a worker of several ranks, this is the first process found.
     """
     found: dict[str, int] = {}
-    for pid in (one for top in pids for one in below(top)):
+    for pid in (process for top in pids for process in below(top)):
         with contextlib.suppress(OSError):
             role, _, worker = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
             if role == "worker" and lives(pid):
@@ -306,9 +375,13 @@ def workers_below(*pids: int) -> dict[str, int]:
 def _held() -> dict[str, list[str]]:
     """Return processes, threads and their open descriptors, each with a unique name."""
     processes = below(os.getpid())
-    return {"processes": [str(pid) for pid in processes],
-            "threads": [f"{thread.name} {thread.ident}" for thread in threading.enumerate()],
-            "descriptors": [one for pid in (os.getpid(), *processes) for one in _descriptors(pid)]}
+    return {
+        "processes": [str(pid) for pid in processes],
+        "threads": [f"{thread.name} {thread.ident}" for thread in threading.enumerate()],
+        "descriptors": [
+            descriptor for pid in (os.getpid(), *processes) for descriptor in _descriptors(pid)
+        ],
+    }
 
 
 def _descriptors(pid: int) -> list[str]:
@@ -322,4 +395,6 @@ def _descriptors(pid: int) -> list[str]:
                 continue
     except OSError:  # the process has ended
         return []
-    return [f"{target} {number} of {pid}" for target, count in counts.items() for number in range(count)]
+    return [
+        f"{target} {number} of {pid}" for target, count in counts.items() for number in range(count)
+    ]

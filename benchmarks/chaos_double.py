@@ -1,4 +1,4 @@
-"""Make a process that imports this module train over the scripted double of NCCL (`benchmarks.chaos --double`)."""
+"""Make a process train over the scripted double of NCCL (`benchmarks.chaos --double`)."""
 
 import tests.runtime.over_double  # noqa: F401  # sessions of this process use it
 from slipstream.runtime.coordinator import run_fit

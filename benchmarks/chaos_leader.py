@@ -1,11 +1,13 @@
 """Lead a training of `benchmarks.chaos`, with failures, until this process kills itself.
 
-    python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later|joining ""|before|after
+    python -m benchmarks.chaos_leader NAME ITERATIONS SEED OUT NEWS DIES committed|later|joining \\
+        ""|before|after
 
-NAME is the name of a scenario. The process dies in iteration DIES: right after its loss is written, some milliseconds
-later, or while a worker joins that was killed before. Just before or just after this process, a worker is killed, too:
-the joining one or any. An empty last argument kills none. Recoveries are written to the file NEWS, and before the
-process dies, the pids of its fork server and of its workers, by name.
+NAME is the name of a scenario. The process dies in iteration DIES: right after its loss is written,
+some milliseconds later, or while a worker joins that was killed before. Just before or just after
+this process, a worker is killed, too: the joining one or any. An empty last argument kills none.
+Recoveries are written to the file NEWS, and before the process dies, the pids of its fork server
+and of its workers, by name.
 """
 
 import json
@@ -37,10 +39,19 @@ from slipstream.schedules.schedule import Worker
 JOIN_SECONDS = 60.0
 """Maximum time, in seconds, to wait for the return of a worker."""
 LATE = 10
-"""Number of iterations after DIES at which this process dies in any case, though before the last one."""
+"""Number of iterations after DIES by which this process dies in any case."""
 
 
-def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, when: str, partner: str = "") -> None:
+def main(
+    name: str,
+    iterations: str,
+    seed: str,
+    out: str,
+    news: str,
+    dies: str,
+    when: str,
+    partner: str = "",
+) -> None:
     torch.set_num_threads(1)
     setting, rng = scenario(name, int(iterations)), random.Random(seed)
     survivors = Survivors({}, lambda: fork_server.pids)
@@ -52,14 +63,20 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
     def die() -> None:
         pids = dict(fork_server.pids)
         enter(json.dumps({"fork server": below(os.getpid())[0], **pids}).encode())
-        victim = pids.get(joiner) if when == "joining" and rng.random() < 0.5 else rng.choice([*pids.values()])
+        victim = (
+            pids.get(joiner)
+            if when == "joining" and rng.random() < 0.5
+            else rng.choice([*pids.values()])
+        )
         if partner == "before" and victim is not None:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
             time.sleep(rng.uniform(0, 0.05))
         elif partner == "after" and victim is not None:
-            subprocess.Popen(["sh", "-c", f"sleep {rng.uniform(0, 0.3):.3f}; kill -9 {victim}"],
-                             start_new_session=True)
+            subprocess.Popen(
+                ["sh", "-c", f"sleep {rng.uniform(0, 0.3):.3f}; kill -9 {victim}"],
+                start_new_session=True,
+            )
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_when_it_joins(before: int | None) -> None:
@@ -82,9 +99,9 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
         elif iteration == min(int(dies) + LATE, setting.iterations - 2):
             die()  # the one that was to join was dead already, or has not come
 
-    def tell(one: Recovery | SpeedEvent | str) -> None:
-        if isinstance(one, Recovery):
-            enter(msgspec.json.encode(one))
+    def tell(news: Recovery | SpeedEvent | str) -> None:
+        if isinstance(news, Recovery):
+            enter(msgspec.json.encode(news))
 
     joiner = str(rng.choice(setting.workers))
     how = resilience(setting, rng)
@@ -94,11 +111,18 @@ def main(name: str, iterations: str, seed: str, out: str, news: str, dies: str, 
         fork_server = stack.enter_context(ForkServer())
         stack.enter_context(watching_closely())
         try:
-            run(plan_job(setting.job, method="greedy").schedule, setting.config, out=Path(out), progress=progress,
-                resilience=how, fork_server=fork_server,
-                options=RunOptions(notify=tell, observe=survivors.observe, topology=setting.nodes))
+            run(
+                plan_job(setting.job, method="greedy").schedule,
+                setting.config,
+                out=Path(out),
+                progress=progress,
+                resilience=how,
+                fork_server=fork_server,
+                options=RunOptions(notify=tell, observe=survivors.observe, topology=setting.nodes),
+            )
             survivors.require()
-        except (RunError, ChaosError) as error:  # too few were left, or a survivor was started again
+        # Too few were left, or a survivor was started again.
+        except (RunError, ChaosError) as error:
             print(error, file=sys.stderr)
             sys.exit(1 if isinstance(error, RunError) else 3)
 

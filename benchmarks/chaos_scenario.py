@@ -1,4 +1,7 @@
-"""Define what the runs of `benchmarks.chaos` train, what happens in them, and how they react. Everything is seeded."""
+"""Define what the runs of `benchmarks.chaos` train, what happens in them, and how they react.
+
+Everything is seeded.
+"""
 
 import functools
 import itertools
@@ -20,7 +23,7 @@ from slipstream.planner.plan import plan_job, plan_only
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import RunConfig, parse_run_config
 from slipstream.runtime.coordinator.decisions import slow_detector, slow_workers
-from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.decisions.rebalancing import Rebalancing
 from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, Scheduler
 from slipstream.runtime.launch import Resilience
 from slipstream.runtime.processes.process_manager import NodeFailure, Return
@@ -35,7 +38,7 @@ FETCH_BYTES_PER_SECOND = (None, 400e3)
 """Speeds of fetches: unlimited, or so slow that a fetch lasts for many iterations."""
 IN_FETCH: tuple[Place, ...] = ("asked", "loaded")
 IN_FETCH_SPAN = 6
-"""Number of consecutive iterations with an injected failure, one of which may be where a fetch begins."""
+"""Number of consecutive iterations of an injected failure; a fetch may begin in one."""
 FACTORS = (2.0, 3.0, 20.0)
 """Factors by which slow workers take longer. With the last one, a worker is not worth its place."""
 LAYERS_A_STAGE = 4
@@ -68,7 +71,7 @@ class ChaosScenario:
     shards: bool = False
     """True if workers keep parts of the layers' optimizer states."""
     uneven: bool = False
-    """True if samples are unequal: they are dealt by their costs and weighted by the number of tokens that count."""
+    """True if samples are unequal: dealt by cost, weighted by tokens that count."""
     gap: tuple[int, int] = (4, 16)
     """Least and largest number of iterations between two planned failures."""
     away: tuple[int, int] = (1, 4)
@@ -77,55 +80,97 @@ class ChaosScenario:
 
     @property
     def nodes(self) -> list[tuple[Worker, ...]]:
-        """Workers of each node, stage by stage, so that a stage loses several workers with a node."""
+        """Workers of each node, stage by stage: a stage loses several with a node."""
         by_stage = sorted(self.workers, key=lambda worker: (worker.column, worker.pipeline))
         size = self.node_workers
-        return [tuple(by_stage[first:first + size]) for first in range(0, len(by_stage), size)] if size else []
+        if not size:
+            return []
+        return [tuple(by_stage[first : first + size]) for first in range(0, len(by_stage), size)]
 
     @property
     def workers(self) -> list[Worker]:
         """All workers of the grid."""
-        return [Worker(pipeline, column) for pipeline in range(self.job.pipelines)
-                for column in range(self.job.stages)]
+        return [
+            Worker(pipeline, column)
+            for pipeline in range(self.job.pipelines)
+            for column in range(self.job.stages)
+        ]
 
 
 SETTLING: Mapping[str, Any] = {"settles": True, "gap": (25, 40), "away": (15, 35)}
-"""Fields of scenarios in which layers move: failures are rare enough to plan a schedule and fetch layers in between."""
+"""Fields of scenarios in which layers move.
+
+Failures are rare enough to plan a schedule and fetch layers in between.
+"""
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "plain": {}, "roles": {"moves": True}, "slow": {"slows": True}, "settling": SETTLING,
-    "slow-settling": {"slows": True, **SETTLING}, "ranks": {"ranks": 2},
-    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING}, "sharded": {"shards": True},
+    "plain": {},
+    "roles": {"moves": True},
+    "slow": {"slows": True},
+    "settling": SETTLING,
+    "slow-settling": {"slows": True, **SETTLING},
+    "ranks": {"ranks": 2},
+    "ranks-settling": {"ranks": 2, "slows": True, **SETTLING},
+    "sharded": {"shards": True},
     "sharded-settling": {"shards": True, "moves": True, "slows": True, **SETTLING},
     "sharded-ranks": {"shards": True, "ranks": 2},
-    "nodes": {"node_workers": 2, "moves": True}, "uneven": {"uneven": True, "moves": True},
+    "nodes": {"node_workers": 2, "moves": True},
+    "uneven": {"uneven": True, "moves": True},
     "uneven-sharded-settling": {"uneven": True, "shards": True, "slows": True, **SETTLING},
-    "uneven-ranks": {"uneven": True, "shards": True, "ranks": 2}}
+    "uneven-ranks": {"uneven": True, "shards": True, "ranks": 2},
+}
 UNEVEN = {"data": "tests.runtime.uneven_data:Uneven", "loss_weights": "tokens"}
 """Keys of `[training]` for samples of unequal cost."""
 
 
-def settings(grid: str, iterations: int, training: Mapping[str, Any] = {}) -> dict[str, ChaosScenario]:
+def settings(
+    grid: str, iterations: int, training: Mapping[str, Any] = {}
+) -> dict[str, ChaosScenario]:
     """Return all scenarios by name, each with and without clipping.
 
-    Scenarios combine: roles that move; slow workers; layers that move; workers of two processes; sharded optimizer
-    state; nodes that die; and unequal samples. `training` replaces keys of `[training]`. On GPUs, workers may be silent
-    for longer.
+    Scenarios combine: roles that move; slow workers; layers that move; workers of two processes;
+    sharded optimizer state; nodes that die; and unequal samples. `training` replaces keys of
+    `[training]`. On GPUs, workers may be silent for longer.
     """
     pipelines, stages = map(int, grid.split("x"))
     made = {}
     for (kind, more), clip_norm in itertools.product(KINDS.items(), (None, CLIP_NORM)):
         layers = [LAYERS_A_STAGE] * stages if "settles" in more else None
         job = uniform_job(pipelines, stages, 2, op=1, optimizer=1, transfer=0, layers=layers)
-        model = {"blocks": sum(layers) - 2 if layers else max(2, stages - 2), "width": 16, "heads": 2, "context": 16,
-                 "dropout": 0.1}
-        data = {**UNEVEN, "options": {"microbatches": list(job.microbatches)}} if more.get("uneven") else {}
-        config = parse_run_config(model, {**data, "batch": 1, "dtype": "float64", "device": "cpu",
-                                          "iterations": iterations, "clip_norm": clip_norm,
-                                          "tensor_parallel": more.get("ranks", 1),
-                                          "shard_optimizer": more.get("shards", False), **training})
+        model = {
+            "blocks": sum(layers) - 2 if layers else max(2, stages - 2),
+            "width": 16,
+            "heads": 2,
+            "context": 16,
+            "dropout": 0.1,
+        }
+        data = (
+            {**UNEVEN, "options": {"microbatches": list(job.microbatches)}}
+            if more.get("uneven")
+            else {}
+        )
+        config = parse_run_config(
+            model,
+            {
+                **data,
+                "batch": 1,
+                "dtype": "float64",
+                "device": "cpu",
+                "iterations": iterations,
+                "clip_norm": clip_norm,
+                "tensor_parallel": more.get("ranks", 1),
+                "shard_optimizer": more.get("shards", False),
+                **training,
+            },
+        )
         name = kind if clip_norm is None else f"{kind}-clipped"
-        made[name] = ChaosScenario(name=f"{grid}:{name}", job=job, config=config, iterations=iterations,
-                                   heartbeat_timeout_seconds=10.0 if config.training.device == "cuda" else 1.0, **more)
+        made[name] = ChaosScenario(
+            name=f"{grid}:{name}",
+            job=job,
+            config=config,
+            iterations=iterations,
+            heartbeat_timeout_seconds=10.0 if config.training.device == "cuda" else 1.0,
+            **more,
+        )
     return made
 
 
@@ -137,7 +182,7 @@ def scenario(name: str, iterations: int) -> ChaosScenario:
 
 @contextmanager
 def watching_closely() -> Iterator[None]:
-    """Observe the speeds of workers in every iteration, and let workers that are left out measure themselves soon.
+    """Observe workers' speeds in every iteration, and measure those left out soon.
 
     Iterations and runs are short here.
     """
@@ -149,44 +194,63 @@ def watching_closely() -> Iterator[None]:
         slow_detector.OBSERVATION_SECONDS, slow_workers.FIRST_EXCLUSION_SECONDS = before
 
 
-def resilience(setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None) -> Resilience:
-    """Return what happens from a checkpoint on, or from the beginning, and how the run reacts."""
+def resilience(
+    setting: ChaosScenario, rng: random.Random, resume: Checkpoint | None = None
+) -> Resilience:
+    """Return what happens from a checkpoint (or the beginning) on, and the run's reactions."""
     first = 0 if resume is None else resume.iteration
     injections, returns = _failures(setting, rng, first)
     return Resilience(
-        scheduler=scheduler(setting), heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
-        checkpoint_every=CHECKPOINT_EVERY, resume=resume, injections=tuple(injections), returns=tuple(returns),
+        scheduler=scheduler(setting),
+        heartbeat_timeout_seconds=setting.heartbeat_timeout_seconds,
+        checkpoint_every=CHECKPOINT_EVERY,
+        resume=resume,
+        injections=tuple(injections),
+        returns=tuple(returns),
         node_failures=tuple(_node_failures(setting, rng, first)),
         slowdowns=tuple(_slowdowns(setting, rng)) if setting.slows else (),
         at_speeds=_SchedulerAtSpeeds(setting) if setting.slows else None,
-        rebalancer=_Rebalancer(setting.job), settling=Settling() if setting.settles else None,
-        fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND))
+        rebalancer=_Rebalancer(setting.job),
+        settling=Rebalancing() if setting.settles else None,
+        fetch_bytes_per_second=rng.choice(FETCH_BYTES_PER_SECOND),
+    )
 
 
-def _failures(setting: ChaosScenario, rng: random.Random, first: int) -> tuple[list[Injection], list[Return]]:
-    """Return failures at places in the program, and the returns of the workers that they hit."""
+def _failures(
+    setting: ChaosScenario, rng: random.Random, first: int
+) -> tuple[list[Injection], list[Return]]:
+    """Return failures at places in the program, and the returns of failed workers."""
     workers, ops = setting.workers, 3 * max(setting.job.microbatches)
     places: tuple[Place, ...] = (*range(ops), "A", "O", "stepped", "reported")
     injections, returns = [], []
     at = first
     while (at := at + rng.randint(*setting.gap)) < setting.iterations:
         for worker in rng.sample(workers, rng.choices((1, 2, 3), (8, 3, 1))[0]):
-            injections.append(Injection(worker, at, rng.choice(places), _action(rng), _rank(setting, rng)))
+            injections.append(
+                Injection(worker, at, rng.choice(places), _action(rng), _rank(setting, rng))
+            )
         if rng.random() < 0.4:
             worker, place = rng.choice(workers), rng.choice(IN_RECOVERY)
-            injections += [Injection(worker, iteration, place, _action(rng), _rank(setting, rng))
-                           for iteration in (at, at + 1)]
+            injections += [
+                Injection(worker, iteration, place, _action(rng), _rank(setting, rng))
+                for iteration in (at, at + 1)
+            ]
         if rng.random() < 0.3:
             worker, place, action = rng.choice(workers), rng.choice(IN_FETCH), _action(rng)
             rank = _rank(setting, rng)
-            injections += [Injection(worker, iteration, place, action, rank)
-                           for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))]
+            injections += [
+                Injection(worker, iteration, place, action, rank)
+                for iteration in range(at, min(at + IN_FETCH_SPAN, setting.iterations))
+            ]
         returns += [Return(worker, at + rng.randint(*setting.away)) for worker in workers]
     return injections, returns
 
 
 def _node_failures(setting: ChaosScenario, rng: random.Random, first: int) -> Iterator[NodeFailure]:
-    """Yield nodes whose workers die at once. They come back with the workers that other failures hit."""
+    """Yield nodes whose workers die at once.
+
+    They come back with the workers that other failures hit.
+    """
     at = first
     while setting.nodes and (at := at + rng.randint(*setting.gap)) < setting.iterations:
         yield NodeFailure(rng.choice(setting.nodes), at)
@@ -211,10 +275,13 @@ def _action(rng: random.Random) -> Action:
 
 
 def scheduler(setting: ChaosScenario) -> Scheduler:
-    """Return a function that plans by list schedulers, and moves roles to a normal form if the scenario says so."""
+    """Return a function that plans by list schedulers.
+
+    It moves roles to a normal form if the scenario says so.
+    """
     options = PlanOptions(method="greedy", time_limit=1.0)
 
-    most = (setting.job.pipelines - 1) * setting.job.stages
+    most_down = (setting.job.pipelines - 1) * setting.job.stages
 
     @functools.cache
     def normal(failures: int) -> Schedule:
@@ -223,7 +290,11 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         lost = _lost_column(setting.job, down)
         if lost is not None:
-            found = relabel_schedule(normal(len(down)), down, held_elsewhere=True) if len(down) <= most else None
+            found = (
+                relabel_schedule(normal(len(down)), down, held_elsewhere=True)
+                if len(down) <= most_down
+                else None
+            )
             if found is None:
                 raise NoScheduleError(f"the failures leave no live worker in column {lost}")
             return found
@@ -235,8 +306,10 @@ def scheduler(setting: ChaosScenario) -> Scheduler:
 
 def _lost_column(job: Job, down: tuple[Worker, ...]) -> int | None:
     """Return a column that has no live worker, or None."""
-    return next((column for column in range(job.stages)
-                 if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines))), None)
+    for column in range(job.stages):
+        if all(Worker(pipeline, column) in down for pipeline in range(job.pipelines)):
+            return column
+    return None
 
 
 class _SchedulerAtSpeeds:
@@ -258,17 +331,27 @@ class _Rebalancer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        return self._planned(msgspec.structs.replace(GREEDY, holds=held), down, speeds)
+    def plan_at_once(
+        self, down: tuple[Worker, ...], holdings: HeldLayers, speeds: Speeds
+    ) -> Schedule:
+        return self._planned(msgspec.structs.replace(GREEDY, holds=holdings), down, speeds)
 
-    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
-        return self._planned(msgspec.structs.replace(GREEDY, layers="move", holds=held), down, speeds)
+    def plan_rebalanced(
+        self, down: tuple[Worker, ...], holdings: HeldLayers, speeds: Speeds
+    ) -> Schedule:
+        return self._planned(
+            msgspec.structs.replace(GREEDY, layers="move", holds=holdings), down, speeds
+        )
 
     def plan_from_checkpoint(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
-        return self._planned(msgspec.structs.replace(GREEDY, layers="move", from_checkpoint=True), down, speeds)
+        return self._planned(
+            msgspec.structs.replace(GREEDY, layers="move", from_checkpoint=True), down, speeds
+        )
 
     def _planned(self, options: PlanOptions, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         try:
-            return plan_only(options, with_speeds(self._job, speeds) if speeds else self._job, down).schedule
+            return plan_only(
+                options, with_speeds(self._job, speeds) if speeds else self._job, down
+            ).schedule
         except NoPlanError as error:
             raise NoScheduleError(str(error)) from None

@@ -1,7 +1,8 @@
-"""Check what every transport promises to replay (`runtime.replay.session`), for tests and `benchmarks.devices`.
+"""Check what every transport promises to replay (`runtime.replay.session`).
 
-Each check is a function of a team of workers, in threads of one process or in separate processes, over gloo on CPUs,
-gloo next to GPUs, NCCL, or a double of it. Checks raise NotConformingError.
+Tests and `benchmarks.devices` run the checks. Each check is a function of a team of workers, in
+threads of one process or in separate processes, over gloo on CPUs, gloo next to GPUs, NCCL, or a
+double of it. Checks raise NotConformingError.
 """
 
 import threading
@@ -24,7 +25,10 @@ from slipstream.runtime.state.parts import Span, build_partition
 from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
-GLOO, STAGED, NCCL = "gloo on CPUs", "gloo beside GPUs", "nccl"
+GLOO = "gloo on CPUs"
+STAGED = "gloo beside GPUs"
+"""Gloo with tensors on GPUs, which are copied."""
+NCCL = "nccl"
 WORKERS = (Worker(0, 0), Worker(0, 1), Worker(1, 1))
 GONE = Worker(1, 0)
 LAYERS: tuple[LayerRange, LayerRange] = ((0, 2), (2, 4))
@@ -37,7 +41,7 @@ LOOKS = 40
 RELEASED_SECONDS = 20.0
 """Time limit, in seconds, for a release on a busy machine."""
 LARGE = 2**21
-"""Number of elements of which an abort finds some half sent, half received, or half summed."""
+"""Number of elements in whose midst an abort finds sends, receives and sums."""
 
 
 class NotConformingError(Exception):
@@ -63,18 +67,24 @@ class Team:
         self.store, _ = host_store()
         self.ordered = "gloo" not in transport
         on_cards = transport in {STAGED, NCCL}
-        self.members = [Member(worker, torch.device("cuda", place if self.ordered else 0) if on_cards
-                               else torch.device("cpu"), GroupCache("nccl" if self.ordered else "gloo"))
-                        for place, worker in enumerate(workers)]
+        self.members = []
+        for place, worker in enumerate(workers):
+            card = place if self.ordered else 0
+            device = torch.device("cuda", card) if on_cards else torch.device("cpu")
+            groups = GroupCache("nccl" if self.ordered else "gloo")
+            self.members.append(Member(worker, device, groups))
         self._ranks = {worker: rank for rank, worker in enumerate(workers)}
         self._pool = ThreadPoolExecutor(2 * len(workers))
         self._sessions: list[GenerationSession] = []
 
     def session(self, member: Member, order: int = 1) -> GenerationSession:
         """Return a session that is not connected."""
-        made = GenerationSession(Membership(order, self._ranks, member.worker), links=member.links,
-                                 device=member.device,
-                                 store=self.store)
+        made = GenerationSession(
+            Membership(order, self._ranks, member.worker),
+            links=member.links,
+            device=member.device,
+            store=self.store,
+        )
         self._sessions.append(made)
         return made
 
@@ -82,10 +92,15 @@ class Team:
         """Return connected sessions of all members. The last two members hold layers together."""
         shared: Mapping[GradientKey, Sequence[Worker]] = {LAYERS[1]: WORKERS[1:]}
         sharers = [{LAYERS[0]: WORKERS[:1]}, shared, shared]
-        return self.each(GenerationSession.connect, [self.session(member, order) for member in self.members], sharers)
+        return self.each(
+            GenerationSession.connect,
+            [self.session(member, order) for member in self.members],
+            sharers,
+        )
 
     def begin(self, member: Member, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Start a call in a thread that computes on the device of a worker."""
+
         def work() -> Any:
             if member.device.type == "cuda":
                 torch.cuda.set_device(member.device)
@@ -95,48 +110,65 @@ class Team:
 
     def each(self, call: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """Call a function for all members at the same time, and return the results."""
-        begun = [self.begin(member, call, *arguments)
-                 for member, *arguments in zip(self.members, *lists, strict=True)]
-        return [one.result(LIMIT_SECONDS) for one in begun]
+        begun = [
+            self.begin(member, call, *arguments)
+            for member, *arguments in zip(self.members, *lists, strict=True)
+        ]
+        return [future.result(LIMIT_SECONDS) for future in begun]
 
     def close(self) -> None:
         """End all sessions and threads that are left."""
-        for one in self._sessions:
-            one.abort()
-        for one in self._sessions:
-            one.close()
+        for session in self._sessions:
+            session.abort()
+        for session in self._sessions:
+            session.close()
         for member in self.members:
             member.links.close_idle()
         self._pool.shutdown(wait=False)
 
 
-def pass_on(team: Team, sessions: Sequence[GenerationSession], ends: tuple[int, int], tensors: Sequence[Tensor],
-            tags: Sequence[int]) -> list[Tensor]:
+def pass_on(
+    team: Team,
+    sessions: Sequence[GenerationSession],
+    ends: tuple[int, int],
+    tensors: Sequence[Tensor],
+    tags: Sequence[int],
+) -> list[Tensor]:
     """Send tensors from one worker to another, and return what arrived, on the CPU."""
     source, target = ends
 
     def send() -> None:
-        for parcel in [sessions[source].send(one, WORKERS[target], tag)
-                       for one, tag in zip(tensors, tags, strict=True)]:
+        for parcel in [
+            sessions[source].send(tensor, WORKERS[target], tag)
+            for tensor, tag in zip(tensors, tags, strict=True)
+        ]:
             parcel.wait()
         sessions[source].reach_commit_point()
 
     def receive() -> list[Tensor]:
-        arriving = [sessions[target].receive(one.shape, one.dtype, WORKERS[source], tag)
-                    for one, tag in zip(tensors, tags, strict=True)]
+        arriving = [
+            sessions[target].receive(tensor.shape, tensor.dtype, WORKERS[source], tag)
+            for tensor, tag in zip(tensors, tags, strict=True)
+        ]
         return [parcel.wait_for_tensor().cpu() for parcel in arriving]
 
-    sending, receiving = team.begin(team.members[source], send), team.begin(team.members[target], receive)
+    sending, receiving = (
+        team.begin(team.members[source], send),
+        team.begin(team.members[target], receive),
+    )
     sending.result(LIMIT_SECONDS)
     arrived: list[Tensor] = receiving.result(LIMIT_SECONDS)
     return arrived
 
 
 def in_order(team: Team) -> None:
-    """Check that tensors arrive in the order of sending, also two of one tag, as in two iterations."""
+    """Check that tensors arrive in the order of sending, also two of one tag."""
     sent = [team.members[0].full(value, 2) for value in (1, 2, 3)]
     found = pass_on(team, team.connected(), (0, 1), sent, (0, 1, 0))
-    _expect([one.tolist() for one in found] == [[1, 1], [2, 2], [3, 3]], "tensors are out of order")
+    _expect(
+        [tensor.tolist() for tensor in found] == [[1, 1], [2, 2], [3, 3]],
+        "tensors are out of order",
+    )
 
 
 def both_ways(team: Team) -> None:
@@ -146,41 +178,79 @@ def both_ways(team: Team) -> None:
     """
     sessions = team.connected()
 
-    def swap(member: Member, other: Worker, one: GenerationSession) -> float:
-        arriving = one.receive((1,), torch.float64, other, 0)
-        one.send(member.full(member.worker.column), other, 0).wait()
+    def swap(member: Member, other: Worker, session: GenerationSession) -> float:
+        arriving = session.receive((1,), torch.float64, other, 0)
+        session.send(member.full(member.worker.column), other, 0).wait()
         return arriving.wait_for_tensor().item()
 
-    begun = [team.begin(team.members[place], swap, team.members[place], WORKERS[1 - place], sessions[place])
-             for place in range(2)]
-    _expect([one.result(LIMIT_SECONDS) for one in begun] == [1, 0], "two that send to each other got other tensors")
+    begun = [
+        team.begin(
+            team.members[place], swap, team.members[place], WORKERS[1 - place], sessions[place]
+        )
+        for place in range(2)
+    ]
+    _expect(
+        [future.result(LIMIT_SECONDS) for future in begun] == [1, 0],
+        "two that send to each other got other tensors",
+    )
 
 
 def any_tensor(team: Team) -> None:
     """Check that a tensor of any dtype can be sent, also a view."""
-    tensors = [torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(), torch.tensor(3.0),
-               torch.tensor([[2**40, -1]])]
-    found = pass_on(team, team.connected(), (0, 1), [one.to(team.members[0].device) for one in tensors], (0, 1, 2))
-    _expect(all(torch.equal(one, sent) and one.dtype == sent.dtype for one, sent in zip(found, tensors, strict=True)),
-            "other tensors arrived than were sent")
+    tensors = [
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        torch.tensor(3.0),
+        torch.tensor([[2**40, -1]]),
+    ]
+    found = pass_on(
+        team,
+        team.connected(),
+        (0, 1),
+        [tensor.to(team.members[0].device) for tensor in tensors],
+        (0, 1, 2),
+    )
+    _expect(
+        all(
+            torch.equal(tensor, sent) and tensor.dtype == sent.dtype
+            for tensor, sent in zip(found, tensors, strict=True)
+        ),
+        "other tensors arrived than were sent",
+    )
 
 
 def sums(team: Team) -> None:
     """Check that gradients are summed only over the workers that hold the layers."""
-    tensors = [[member.full(rank + 1, 3, torch.float32), member.full(rank + 1, 2)]
-               for rank, member in enumerate(team.members)]
-    team.each(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), team.connected(), WORKERS,
-              tensors)
-    _expect([[one[0].item() for one in mine] for mine in tensors] == [[1, 1], [5, 5], [5, 5]], "sums are wrong")
+    tensors = [
+        [member.full(rank + 1, 3, torch.float32), member.full(rank + 1, 2)]
+        for rank, member in enumerate(team.members)
+    ]
+    team.each(
+        lambda session, worker, mine: session.sum_over_sharers(LAYERS[worker.column], mine),
+        team.connected(),
+        WORKERS,
+        tensors,
+    )
+    totals = [(first[0].item(), second[0].item()) for first, second in tensors]
+    _expect(totals == [(1, 1), (5, 5), (5, 5)], "sums are wrong")
 
 
 def sums_over_all(team: Team) -> None:
-    """Check that all workers get the same of consecutive sums, and that an abort ends the wait for an absent worker."""
-    sessions = team.each(lambda one: one.connect(sums=True), list(map(team.session, team.members)))
+    """Check that all workers get the same of consecutive sums.
 
-    def two_sums(one: GenerationSession, value: float) -> list[Sequence[float]]:
-        return [begun.wait_for_sums()
-                for begun in [one.start_sum_over_all([value, 1.0]), one.start_sum_over_all([2 * value])]]
+    An abort ends the wait for an absent worker.
+    """
+    sessions = team.each(
+        lambda session: session.connect(sums=True), list(map(team.session, team.members))
+    )
+
+    def two_sums(session: GenerationSession, value: float) -> list[Sequence[float]]:
+        return [
+            begun.wait_for_sums()
+            for begun in [
+                session.start_sum_over_all([value, 1.0]),
+                session.start_sum_over_all([2 * value]),
+            ]
+        ]
 
     found = team.each(two_sums, sessions, [1.0, 2.0, 4.0])
     _expect(found == [[[7, 3], [14]]] * len(WORKERS), "sums over all are wrong")
@@ -189,18 +259,23 @@ def sums_over_all(team: Team) -> None:
     time.sleep(HELD_UP_SECONDS)
     _expect(not alone.has_arrived() and not begun.done(), "it did not wait for the others")
     sessions[1].abort()
-    _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it")
+    _expect(
+        isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "an abort did not end it"
+    )
 
 
 def meeting(team: Team) -> None:
     """Check that all workers wait for the last one."""
     sessions = team.connected()
-    begun = [team.begin(member, one.wait_for_all) for member, one in zip(team.members[1:], sessions[1:], strict=True)]
+    begun = [
+        team.begin(member, session.wait_for_all)
+        for member, session in zip(team.members[1:], sessions[1:], strict=True)
+    ]
     time.sleep(HELD_UP_SECONDS)
-    _expect(not any(one.done() for one in begun), "somebody did not wait for the last")
+    _expect(not any(future.done() for future in begun), "somebody did not wait for the last")
     sessions[0].wait_for_all()
-    for one in begun:
-        one.result(LIMIT_SECONDS)
+    for future in begun:
+        future.result(LIMIT_SECONDS)
 
 
 def commit_point(team: Team) -> None:
@@ -208,7 +283,10 @@ def commit_point(team: Team) -> None:
     sessions = team.connected()
     pass_on(team, sessions, (0, 1), [team.members[0].full(1)], (0,))
     team.each(GenerationSession.reach_commit_point, sessions)
-    _expect([one.failure_reason() for one in sessions] == [None] * 3, "there is an error, and nothing has failed")
+    _expect(
+        [session.failure_reason() for session in sessions] == [None] * 3,
+        "there is an error, and nothing has failed",
+    )
     _expect(all(map(_becomes_over, sessions)), "something is still under way")
 
 
@@ -229,10 +307,13 @@ def _meets(team: Team, sessions: Sequence[GenerationSession]) -> None:  # noqa: 
     sessions[1].wait_for_all()
 
 
-def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]) -> None:
+def abort_of_a_blocked(
+    team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]
+) -> None:
     """Check that an abort releases a blocked operation.
 
-    The operation may return as if it had succeeded, with garbage, or raise. A commit point raises in either case.
+    The operation may return as if it had succeeded, with garbage, or raise. A commit point raises
+    in either case.
     """
     sessions, begun = _blocked(team, blocked)
     device = blocked is not _meets and team.ordered
@@ -249,11 +330,13 @@ def abort_of_a_blocked(team: Team, blocked: Callable[[Team, Sequence[GenerationS
     _expect(sessions[1].is_quiescent(), "something is still under way")
 
 
-def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]) -> None:
+def abort_after_a_death(
+    team: Team, blocked: Callable[[Team, Sequence[GenerationSession]], Any]
+) -> None:
     """Check that a worker that waits for a dead member is released.
 
-    Over gloo, its operation fails at once. Over NCCL, the operation waits until an abort, because nothing reports the
-    death.
+    Over gloo, its operation fails at once. Over NCCL, the operation waits until an abort, because
+    nothing reports the death.
     """
     sessions, begun = _blocked(team, blocked)
     sessions[2].abort()
@@ -263,13 +346,17 @@ def abort_after_a_death(team: Team, blocked: Callable[[Team, Sequence[Generation
         sessions[1].abort()
         begun.result(RELEASED_SECONDS)
     else:
-        _expect(isinstance(begun.exception(RELEASED_SECONDS), CommunicationError), "it was not told of a death")
+        _expect(
+            isinstance(begun.exception(RELEASED_SECONDS), CommunicationError),
+            "it was not told of a death",
+        )
     sessions[1].abort()
     _raises(CommunicationError, sessions[1].reach_commit_point)
 
 
-def _blocked(team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any]) -> tuple[list[GenerationSession],
-                                                                                            "Future[Any]"]:
+def _blocked(
+    team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any]
+) -> tuple[list[GenerationSession], "Future[Any]"]:
     sessions = team.connected()
     begun = team.begin(team.members[1], call, team, sessions)
     if team.ordered and call is not _meets:
@@ -282,101 +369,137 @@ def _blocked(team: Team, call: Callable[[Team, Sequence[GenerationSession]], Any
 def abort_of_a_meeting(team: Team) -> None:
     """Check that an abort ends a meeting to which a worker does not come."""
     made = [team.session(member) for member in team.members[:2]]
-    begun = [team.begin(member, one.connect) for member, one in zip(team.members, made, strict=False)]
+    begun = [
+        team.begin(member, session.connect)
+        for member, session in zip(team.members, made, strict=False)
+    ]
     time.sleep(HELD_UP_SECONDS)
-    _expect(not any(one.done() for one in begun), "they did not wait for the third")
-    for one in made:
-        one.abort()
-    _expect(all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun),
-            "an abort did not end a meeting")
+    _expect(not any(future.done() for future in begun), "they did not wait for the third")
+    for session in made:
+        session.abort()
+    _expect(
+        all(isinstance(future.exception(RELEASED_SECONDS), CommunicationError) for future in begun),
+        "an abort did not end a meeting",
+    )
 
 
 def abort_of_a_half_made_group(team: Team, first: int, second: int) -> None:
-    """Check that a worker can leave while it waits for the other one to join a group.
+    """Check that a worker can leave while it waits for another to join a group.
 
-    The other one then fails, waits forever, or, over gloo, reaches the socket at which the first one has listened and
-    takes that for a connection. In this case its operation or its commit point fails.
+    The other one then fails, waits forever, or, over gloo, reaches the socket at which the first
+    one has listened and takes that for a connection. In this case its operation or its commit point
+    fails.
     """
     for worker in WORKERS:
-        team.store.set(f"order1/kept {worker}:0", "{}")  # each has said that it has no group of an order before
+        # Each has said that it has no group of an order before.
+        team.store.set(f"order1/kept {worker}:0", "{}")
     made = {place: team.session(team.members[place]) for place in (first, second)}
     pairs = {(WORKERS[0], WORKERS[2]), (WORKERS[2], WORKERS[0])}
 
     def meet(place: int) -> None:
-        one, other = made[place], first + second - place
-        one.connect(pairs=pairs)
-        one.receive((1,), torch.float64, WORKERS[other], 0).wait_for_tensor()
-        one.reach_commit_point()
+        session, other = made[place], first + second - place
+        session.connect(pairs=pairs)
+        session.receive((1,), torch.float64, WORKERS[other], 0).wait_for_tensor()
+        session.reach_commit_point()
 
-    for place, one in made.items():
+    for place, session in made.items():
         begun = team.begin(team.members[place], meet, place)
         time.sleep(HELD_UP_SECONDS)
         _expect(place == second or not begun.done(), "it did not wait for the other")
-        one.abort()
+        session.abort()
         error = begun.exception(RELEASED_SECONDS)
         _expect(isinstance(error, CommunicationError), f"an abort did not end it: {error!r}")
 
 
 def abort_at_any_time(team: Team, size: int) -> None:
-    """Check that no commit point succeeds after an abort at any time during transfers, sums and commits.
+    """Check that no commit point succeeds after an abort during other operations.
 
-    Gloo forgets waiting workers if data is half sent, half received, or half summed.
+    These are transfers, sums and commits. Gloo forgets waiting workers if data is half sent, half
+    received, or half summed.
     """
     sessions, aborted, late = team.connected(), threading.Event(), list[bool]()
 
-    def work(member: Member, one: GenerationSession) -> None:
+    def work(member: Member, session: GenerationSession) -> None:
         rank, received = WORKERS.index(member.worker), 1.0
         while True:
             if rank == 0:
-                one.send(member.full(1, size), WORKERS[1], 0).wait()
+                session.send(member.full(1, size), WORKERS[1], 0).wait()
             elif rank == 1:
-                received = one.receive((size,), torch.float64, WORKERS[0], 0).wait_for_tensor()[-1].item()
+                received = (
+                    session.receive((size,), torch.float64, WORKERS[0], 0)
+                    .wait_for_tensor()[-1]
+                    .item()
+                )
             gradients = [member.full(rank, size)]
-            one.sum_over_sharers(LAYERS[member.worker.column], gradients)
-            known = aborted.is_set()
-            one.reach_commit_point()
-            late.append(known)
-            _expect(received == 1 and (rank == 0 or gradients[0][-1].item() == 3), "garbage was committed")
+            session.sum_over_sharers(LAYERS[member.worker.column], gradients)
+            was_aborted = aborted.is_set()
+            session.reach_commit_point()
+            late.append(was_aborted)
+            _expect(
+                received == 1 and (rank == 0 or gradients[0][-1].item() == 3),
+                "garbage was committed",
+            )
 
-    begun = [team.begin(member, work, member, one) for member, one in zip(team.members, sessions, strict=True)]
+    begun = [
+        team.begin(member, work, member, session)
+        for member, session in zip(team.members, sessions, strict=True)
+    ]
     until = time.monotonic() + RELEASED_SECONDS
     while not late and time.monotonic() < until:
         time.sleep(HELD_UP_SECONDS)
     time.sleep(HELD_UP_SECONDS)
-    for one in sessions:
-        one.abort()
+    for session in sessions:
+        session.abort()
     aborted.set()
-    _expect(all(isinstance(one.exception(RELEASED_SECONDS), CommunicationError) for one in begun),
-            "an abort did not end it")
+    _expect(
+        all(isinstance(future.exception(RELEASED_SECONDS), CommunicationError) for future in begun),
+        "an abort did not end it",
+    )
     _expect(bool(late) and not any(late), "a commit point followed an abort")
 
 
 def clean_groups(team: Team) -> None:
-    """Check that groups without pending operations stay usable in the next generation, if transfers match by order.
+    """Check that groups without pending operations stay usable in the next generation.
 
-    Over gloo no group stays, because a receive may be left in it.
+    That holds if transfers match by order. Over gloo no group stays, because a receive may be left
+    in it.
     """
     sessions, begun = _blocked(team, _receives)
-    before = [one.groups_by_name() for one in sessions]
-    for one in sessions:
-        one.abort()
+    before = [session.groups_by_name() for session in sessions]
+    for session in sessions:
+        session.abort()
     begun.exception(RELEASED_SECONDS)
-    for one in sessions:
-        one.drain()
-        one.release()
+    for session in sessions:
+        session.drain()
+        session.release()
     again = team.connected(2)
-    kept = {name for mine, one in zip(before, again, strict=True) for name, group in one.groups_by_name().items()
-            if mine[name] is group}
+    kept = {
+        name
+        for mine, session in zip(before, again, strict=True)
+        for name, group in session.groups_by_name().items()
+        if mine[name] is group
+    }
     names = {name for mine in before for name in mine}
-    _expect(kept == (names - {"1.1:0 to 0.1:0"} if team.ordered else set()), f"of {sorted(names)}, {sorted(kept)} live")
-    _expect(pass_on(team, again, (2, 1), [team.members[2].full(7)], (0,))[0].item() == 7, "another tensor arrived")
+    _expect(
+        kept == (names - {"1.1:0 to 0.1:0"} if team.ordered else set()),
+        f"of {sorted(names)}, {sorted(kept)} live",
+    )
+    _expect(
+        pass_on(team, again, (2, 1), [team.members[2].full(7)], (0,))[0].item() == 7,
+        "another tensor arrived",
+    )
     gradients = [[member.full(1)] for member in team.members]
-    team.each(lambda one, worker, mine: one.sum_over_sharers(LAYERS[worker.column], mine), again, WORKERS, gradients)
+    team.each(
+        lambda session, worker, mine: session.sum_over_sharers(LAYERS[worker.column], mine),
+        again,
+        WORKERS,
+        gradients,
+    )
     _expect([mine[0].item() for mine in gradients] == [1, 2, 2], "sums are wrong")
 
 
 def nobody_receives(team: Team) -> None:
-    """Check that data that was sent in one generation and not received is not delivered in the next one."""
+    """Check that one generation's unreceived data does not arrive in the next."""
     sessions = team.connected()
 
     def send() -> None:
@@ -384,53 +507,84 @@ def nobody_receives(team: Team) -> None:
 
     team.begin(team.members[0], send).result(LIMIT_SECONDS)
     time.sleep(HELD_UP_SECONDS)
-    for one in sessions:
-        one.abort()
-    for one in sessions:
-        one.drain()
-        one.release()
+    for session in sessions:
+        session.abort()
+    for session in sessions:
+        session.drain()
+        session.release()
     again = team.connected(2)
-    _expect(pass_on(team, again, (0, 1), [team.members[0].full(7)], (0,))[0].item() == 7, "an old tensor arrived")
+    _expect(
+        pass_on(team, again, (0, 1), [team.members[0].full(7)], (0,))[0].item() == 7,
+        "an old tensor arrived",
+    )
 
 
 def parts(team: Team, total: int, dtype: torch.dtype, gone: tuple[Worker, ...]) -> None:
-    """Check that owners of parts get their sums, and that all workers get what the owners step.
+    """Check that owners of parts get sums, and all workers what the owners step.
 
     With four elements, the last of three workers has no part.
     """
-    one = build_partition(total, [*WORKERS, *gone], (), sharded=True)
+    partition = build_partition(total, [*WORKERS, *gone], (), sharded=True)
     if gone:
-        left = one.after_losses(WORKERS)
-        assert left is not None
-        one = left
+        remainder = partition.after_losses(WORKERS)
+        assert remainder is not None
+        partition = remainder
     sessions = _all_share(team)
     devices = [member.device for member in team.members]
     draw = torch.Generator().manual_seed(total)
-    given = [torch.randn(one.padded_length, generator=draw).to(dtype).to(device) for device in devices]
+    given = [
+        torch.randn(partition.padded_length, generator=draw).to(dtype).to(device)
+        for device in devices
+    ]
     totals = torch.stack([gradients.cpu().double() for gradients in given]).sum(0)
-    parameters = [torch.full((one.padded_length,), float(rank), dtype=dtype, device=devices[rank]) for rank in range(3)]
-    copies = [{span: torch.zeros(span[1] - span[0], dtype=dtype, device=device) for span in one.copied_parts(worker)}
-              for worker, device in zip(WORKERS, devices, strict=True)]
+    parameters = [
+        torch.full((partition.padded_length,), float(rank), dtype=dtype, device=devices[rank])
+        for rank in range(3)
+    ]
+    copies = []
+    for worker, device in zip(WORKERS, devices, strict=True):
+        spans = partition.copied_parts(worker)
+        copies.append(
+            {span: torch.zeros(span[1] - span[0], dtype=dtype, device=device) for span in spans}
+        )
 
-    def work(exchange: PartExchange, gradients: Tensor, there: Mapping[Span, Tensor], mine: Tensor) -> None:
+    def work(
+        exchange: PartExchange, gradients: Tensor, there: Mapping[Span, Tensor], mine: Tensor
+    ) -> None:
         for _ in range(2):
-            exchange.reduce_gradients(LAYERS[0], gradients, one, there)
+            exchange.reduce_gradients(LAYERS[0], gradients, partition, there)
             exchange.wait_for_copies()
-        exchange.start_gather(LAYERS[0], mine, one)()
+        exchange.start_gather(LAYERS[0], mine, partition)()
 
     first, exchanges = [gradients.clone() for gradients in given], list(map(PartExchange, sessions))
-    team.each(lambda exchange, mine, there: exchange.reduce_gradients(LAYERS[0], mine, one, there), exchanges, first,
-              copies)
+    team.each(
+        lambda exchange, mine, there: exchange.reduce_gradients(LAYERS[0], mine, partition, there),
+        exchanges,
+        first,
+        copies,
+    )
     team.each(PartExchange.wait_for_copies, exchanges)
     close = partial(torch.allclose, rtol=1e-2, atol=1e-6 if dtype is torch.bfloat16 else 1e-12)
     for worker, mine, theirs in zip(WORKERS, first, copies, strict=True):
-        _expect(all(close(theirs.get(span, mine[slice(*span)]).cpu().double(), totals[slice(*span)])
-                    for span in one.stored_parts(worker)), f"{worker} has other sums of what it keeps")
+        _expect(
+            all(
+                close(theirs.get(span, mine[slice(*span)]).cpu().double(), totals[slice(*span)])
+                for span in partition.stored_parts(worker)
+            ),
+            f"{worker} has other sums of what it keeps",
+        )
     team.each(work, exchanges, given, copies, parameters)
-    owners = {element: float(rank) for rank, worker in enumerate(WORKERS) for span in one.own_parts(worker)
-              for element in range(*span)}
-    _expect(all(its[:total].tolist() == [owners[element] for element in range(total)] for its in parameters),
-            "parameters are not those of their owners")
+    owners = {
+        element: float(rank)
+        for rank, worker in enumerate(WORKERS)
+        for span in partition.own_parts(worker)
+        for element in range(*span)
+    }
+    expected = [owners[element] for element in range(total)]
+    _expect(
+        all(its[:total].tolist() == expected for its in parameters),
+        "parameters are not those of their owners",
+    )
 
 
 def bytes_between(team: Team) -> None:
@@ -443,17 +597,22 @@ def bytes_between(team: Team) -> None:
 
 def _all_share(team: Team) -> list[GenerationSession]:
     """Return sessions of three workers that hold layers 0 and 1 together."""
-    return team.each(lambda one: one.connect({LAYERS[0]: WORKERS}, bytes_too=True), list(map(team.session,
-                                                                                           team.members)))
+    return team.each(
+        lambda session: session.connect({LAYERS[0]: WORKERS}, bytes_too=True),
+        list(map(team.session, team.members)),
+    )
 
 
 def _becomes_over(session: GenerationSession) -> bool:
-    """Return whether the device soon reports that all operations have ended. A separate thread asks it."""
+    """Return whether the device soon reports that all operations have ended.
+
+    A separate thread asks it.
+    """
     return _becomes(session, HELD_UP_SECONDS, quiescent=True)
 
 
 def _becomes(session: GenerationSession, seconds: float, *, quiescent: bool) -> bool:
-    """Return whether, within some seconds, the session reports that all operations have ended, or that one has not."""
+    """Return whether the session soon reports that all operations have ended, or not."""
     # Looks are counted, so that members in processes of their own all look as often.
     for _ in range(round(LOOKS * seconds / HELD_UP_SECONDS)):
         if session.is_quiescent() is quiescent:
@@ -476,20 +635,44 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
 
 
 CHECKS: dict[str, Callable[[Team], None]] = {
-    "tensors in order": in_order, "both ways at once": both_ways, "any tensor": any_tensor, "sums": sums,
-    "sums over all": sums_over_all, "meeting": meeting, "commit point": commit_point,
-    **{f"abort of {blocked.__name__[1:]}": partial(abort_of_a_blocked, blocked=blocked)
-       for blocked in (_receives, _sums, _meets)},
-    **{f"abort of {blocked.__name__[1:]} after a death": partial(abort_after_a_death, blocked=blocked)
-       for blocked in (_receives, _sums)},
+    "tensors in order": in_order,
+    "both ways at once": both_ways,
+    "any tensor": any_tensor,
+    "sums": sums,
+    "sums over all": sums_over_all,
+    "meeting": meeting,
+    "commit point": commit_point,
+    **{
+        f"abort of {blocked.__name__[1:]}": partial(abort_of_a_blocked, blocked=blocked)
+        for blocked in (_receives, _sums, _meets)
+    },
+    **{
+        f"abort of {blocked.__name__[1:]} after a death": partial(
+            abort_after_a_death, blocked=blocked
+        )
+        for blocked in (_receives, _sums)
+    },
     "abort of a meeting": abort_of_a_meeting,
-    **{f"abort of a group half made by {first}": partial(abort_of_a_half_made_group, first=first, second=2 - first)
-       for first in (0, 2)},
-    **{f"abort at any time, {size} elements": partial(abort_at_any_time, size=size) for size in (1, LARGE)},
-    "clean groups live on": clean_groups, "nobody receives": nobody_receives,
-    **{f"parts of {total} elements, {str(dtype)[6:]}, {len(gone)} gone": partial(parts, total=total, dtype=dtype,
-                                                                               gone=gone)
-       for total in (10, 4) for dtype in (torch.float64, torch.bfloat16) for gone in ((), (GONE,))},
+    **{
+        f"abort of a group half made by {first}": partial(
+            abort_of_a_half_made_group, first=first, second=2 - first
+        )
+        for first in (0, 2)
+    },
+    **{
+        f"abort at any time, {size} elements": partial(abort_at_any_time, size=size)
+        for size in (1, LARGE)
+    },
+    "clean groups live on": clean_groups,
+    "nobody receives": nobody_receives,
+    **{
+        f"parts of {total} elements, {str(dtype)[6:]}, {len(gone)} gone": partial(
+            parts, total=total, dtype=dtype, gone=gone
+        )
+        for total in (10, 4)
+        for dtype in (torch.float64, torch.bfloat16)
+        for gone in ((), (GONE,))
+    },
     "bytes": bytes_between,
 }
 """All checks by name."""

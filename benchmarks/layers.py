@@ -1,21 +1,23 @@
 """Measure how close plans with moved layers are to the work bound.
 
-    python -m benchmarks.layers [--group NAME ...] [--every N] [--offset N] [--time-limit 10] [--room tight|roomy]
-                                [--loads] [--json FILE]
+    python -m benchmarks.layers [--group NAME ...] [--every N] [--offset N] [--time-limit 10]
+                                [--room tight|roomy] [--loads] [--json FILE]
 
-Instances have a grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4, 8, 16; M in 2 S, 4
-S), 4 or 8 layers per stage, F = I = W, transfer F / 10, optimizer F / 2, and randomly placed workers that failed or are
-slow: one, two or four down; one or two slow, 1.2 to 3 times; one of each. `--group "1 down"` takes only the instances
-of that row of the table, and `--every N` each N-th of the remaining instances, from `--offset` on.
+Instances have a grid of D pipelines x S stages x M micro-batches (D in 2, 3, 4, 6, 8, 16; S in 4,
+8, 16; M in 2 S, 4 S), 4 or 8 layers per stage, F = I = W, transfer F / 10, optimizer F / 2, and
+randomly placed workers that failed or are slow: one, two or four down; one or two slow, 1.2 to 3
+times; one of each. `--group "1 down"` takes only the instances of that row of the table, and
+`--every N` each N-th of the remaining instances, from `--offset` on.
 
-There is room for 2 S micro-batches in addition to the worker's own stage, whose weights take as much as S micro-batches
-(`tight`: a worker that holds another half stage has room for 1.5 S), or for the same and half a stage's weights
-(`roomy`). `--loads` makes no plans.
+There is room for 2 S micro-batches in addition to the worker's own stage, whose weights take as
+much as S micro-batches (`tight`: a worker that holds another half stage has room for 1.5 S), or for
+the same and half a stage's weights (`roomy`). `--loads` makes no plans.
 
-For each instance the benchmark prints: period / work bound; the best proven bound / work bound, below which no plan can
-be (a worker runs whole layers of whole micro-batches, hence more than the mean); and the smallest longest load of all
-layouts tried / work bound, below which no order of these layouts can be. Exit status 1 when fewer than nine in ten
-instances with one or two failures are within 1.04.
+For each instance the benchmark prints: period / work bound; the best proven bound / work bound,
+below which no plan can be (a worker runs whole layers of whole micro-batches, hence more than the
+mean); and the smallest longest load of all layouts tried / work bound, below which no order of
+these layouts can be. Exit status 1 when fewer than nine in ten instances with one or two failures
+are within 1.04.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import json
 import random
 import statistics
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,13 +41,14 @@ from slipstream.planner.job.toml import job_text
 from slipstream.planner.layout.candidates import generate_layouts
 from slipstream.planner.model.bounds_layouts import period_bound, work_bound
 from slipstream.planner.model.from_job import build_layered_problem, choose_tick
-from slipstream.planner.model.problem import Layout, LayoutScope, NoPlanError, Problem
+from slipstream.planner.model.problem import AllowedLayouts, Layout, NoPlanError, Problem
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.layers import sum_over_ranges
 from slipstream.schedules.schedule import Worker
 
-GOAL, LIMIT = 1.04, 1.10
+GOAL = 1.04
+LIMIT = 1.10
 KINDS = ((1, 0), (2, 0), (4, 0), (0, 1), (0, 2), (1, 1))
 """Numbers of workers that are down, and that are slow."""
 
@@ -59,7 +63,10 @@ class Instance(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Period (with `--loads`, least load) and best proven bound of an instance, relative to the work bound."""
+    """Period and best proven bound of an instance, relative to the work bound.
+
+    With `--loads`, the least load stands for the period.
+    """
 
     value: float
     bound: float
@@ -70,29 +77,64 @@ def instances(room: str, seed: int = 0) -> Iterator[Instance]:
     chosen = random.Random(seed)
     grid = itertools.product((2, 3, 4, 6, 8, 16), (4, 8, 16), (2, 4), (4, 8), KINDS)
     for pipelines, stages, factor, layers, (down, slow) in grid:
-        workers = [Worker(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)]
+        workers = [
+            Worker(pipeline, stage) for pipeline in range(pipelines) for stage in range(stages)
+        ]
         hit = chosen.sample(workers, down + slow)
         factors = {str(worker): round(chosen.uniform(1.2, 3.0), 2) for worker in hit[down:]}
-        group = " and ".join([*([f"{down} down"] if down else []), *([f"{slow} slow"] if slow else [])])
+        counts = {"down": down, "slow": slow}
+        group = " and ".join(f"{count} {state}" for state, count in counts.items() if count)
         who = [f"{worker} down" for worker in sorted(hit[:down])]
         who += [f"{worker} x {value}" for worker, value in factors.items()]
         name = f"{pipelines}x{stages}x{factor * stages}, {layers} layers a stage: {', '.join(who)}"
-        yield Instance(name, group, _job(pipelines, stages, factor * stages, layers, factors, room), sorted(hit[:down]))
+        yield Instance(
+            name,
+            group,
+            _job(pipelines, stages, factor * stages, layers, factors, room),
+            sorted(hit[:down]),
+        )
 
 
-def _job(pipelines: int, stages: int, microbatches: int, layers: int, slow: dict[str, float], room: str) -> Job:
+def _job(
+    pipelines: int, stages: int, microbatches: int, layers: int, slow: dict[str, float], room: str
+) -> Job:
     beside = 0.5 * stages if room == "roomy" else 0.0
-    time = {"forward": 80, "backward_input": 80, "backward_weight": 80, "transfer": 8, "optimizer": 40}
-    return parse_job(job_text({
-        "pipelines": pipelines, "stages": stages, "microbatches": microbatches,
-        "time": {**time, "slow": slow} if slow else time,
-        "memory": {"capacity": 2 * stages + beside, "activation": 1, "weight_stash": 1, "weights": stages},
-        "placement": {"layers": [layers] * stages}}, {}))
+    time = {
+        "forward": 80,
+        "backward_input": 80,
+        "backward_weight": 80,
+        "transfer": 8,
+        "optimizer": 40,
+    }
+    return parse_job(
+        job_text(
+            {
+                "pipelines": pipelines,
+                "stages": stages,
+                "microbatches": microbatches,
+                "time": {**time, "slow": slow} if slow else time,
+                "memory": {
+                    "capacity": 2 * stages + beside,
+                    "activation": 1,
+                    "weight_stash": 1,
+                    "weights": stages,
+                },
+                "placement": {"layers": [layers] * stages},
+            },
+            {},
+        )
+    )
 
 
 def longest_load(given: Problem, layout: Layout) -> int:
-    """Return the ticks of the busiest worker: its ops, and all-reduces and optimizer steps of the layers it holds."""
-    load = {worker: sum_over_ranges(given.costs.prefix_sums.closing, ranges) for worker, ranges in layout.holds.items()}
+    """Return the ticks of the busiest worker.
+
+    They are of its ops, and of all-reduces and optimizer steps of the layers it holds.
+    """
+    load = {
+        worker: sum_over_ranges(given.costs.prefix_sums.closing, ranges)
+        for worker, ranges in layout.holds.items()
+    }
     for route in layout.routes.values():
         for layers, worker in route:
             load[worker] += given.slice_ticks(layers, worker)
@@ -100,7 +142,9 @@ def longest_load(given: Problem, layout: Layout) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--group", action="append")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--offset", type=int, default=0)
@@ -112,29 +156,43 @@ def main() -> None:
     console = Console()
     rows: dict[str, dict[str, float]] = {}
     groups: dict[str, list[Result]] = defaultdict(list)
-    chosen = (one for one in instances(options.room) if not options.group or one.group in options.group)
+    chosen = (
+        instance
+        for instance in instances(options.room)
+        if not options.group or instance.group in options.group
+    )
     for instance in itertools.islice(chosen, options.offset, None, options.every):
-        given = build_layered_problem(instance.job, instance.failed, LayoutScope(layers="move"))
+        given = build_layered_problem(instance.job, instance.failed, AllowedLayouts(layers="move"))
         bound = work_bound(given)
         try:
-            loads = {layout.kind: longest_load(given, layout) / bound for layout in generate_layouts(given)}
+            loads = {
+                layout.kind: longest_load(given, layout) / bound
+                for layout in generate_layouts(given)
+            }
         except LookupError as error:
             console.print(f"{instance.name}: no layout: {error}", highlight=False)
             continue
         row = {"load": min(loads.values()), "bound": period_bound(given).ticks / bound, **loads}
         if not options.loads:
-            row["period"] = _planned(instance, options.time_limit) / (bound * tick_of_layers(instance.job))
+            row["period"] = _planned(instance, options.time_limit) / (
+                bound * tick_of_layers(instance.job)
+            )
         rows[instance.name] = row
         value = row.get("period", row["load"])
         groups[instance.group].append(Result(value, row["bound"]))
-        verdict = "" if value <= GOAL else f"  above {GOAL if value <= LIMIT else LIMIT}"
-        console.print(f"{instance.name:60} {value:.3f}  (bound {row['bound']:.3f}, least load "
-                      f"{row['load']:.3f}){verdict}", highlight=False, soft_wrap=True)
+        missed = GOAL if value <= LIMIT else LIMIT
+        verdict = "" if value <= GOAL else f"  above {missed}"
+        console.print(
+            f"{instance.name:60} {value:.3f}  (bound {row['bound']:.3f}, least load "
+            f"{row['load']:.3f}){verdict}",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(_table(groups))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     few = groups["1 down"] + groups["2 down"]
-    sys.exit(bool(few) and sum(one.value <= GOAL for one in few) < 0.9 * len(few))
+    sys.exit(bool(few) and sum(result.value <= GOAL for result in few) < 0.9 * len(few))
 
 
 def tick_of_layers(job: Job) -> float:
@@ -145,23 +203,38 @@ def tick_of_layers(job: Job) -> float:
 def _planned(instance: Instance, seconds: float) -> float:
     """Return the period in seconds, or infinity if there is no plan."""
     try:
-        schedule = plan_only(PlanOptions(layers="move", time_limit=seconds), instance.job, instance.failed).schedule
+        schedule = plan_only(
+            PlanOptions(layers="move", time_limit=seconds), instance.job, instance.failed
+        ).schedule
     except NoPlanError:
         return float("inf")
     return schedule.seconds(schedule.period_ticks)
 
 
 def _table(groups: dict[str, list[Result]]) -> Table:
-    table = Table("workers", "instances", f"within {GOAL}", f"within {LIMIT}", "median", "nine in ten", "worst",
-                  f"within {GOAL} of the bound")
+    table = Table(
+        "workers",
+        "instances",
+        f"within {GOAL}",
+        f"within {LIMIT}",
+        "median",
+        "nine in ten",
+        "worst",
+        f"within {GOAL} of the bound",
+    )
     for name, results in groups.items():
-        ranked = sorted(one.value for one in results)
-        shares = [sum(value <= goal for value in ranked) / len(ranked) for goal in (GOAL, LIMIT)]
-        proven = sum(one.value <= GOAL * one.bound for one in results) / len(results)
+        ranked = sorted(result.value for result in results)
+        shares = [bisect_right(ranked, goal) / len(ranked) for goal in (GOAL, LIMIT)]
+        proven = sum(result.value <= GOAL * result.bound for result in results) / len(results)
         nine_in_ten = ranked[max(0, -(-9 * len(ranked) // 10) - 1)]
-        table.add_row(name, str(len(results)), *(f"{share:.0%}" for share in shares),
-                      *(f"{value:.3f}" for value in (statistics.median(ranked), nine_in_ten, ranked[-1])),
-                      f"{proven:.0%}")
+        values = (statistics.median(ranked), nine_in_ten, ranked[-1])
+        table.add_row(
+            name,
+            str(len(results)),
+            *map("{:.0%}".format, shares),
+            *map("{:.3f}".format, values),
+            f"{proven:.0%}",
+        )
     return table
 
 

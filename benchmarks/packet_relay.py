@@ -1,10 +1,11 @@
-"""Simulate a slow network: network namespaces of Linux, joined by a relay that delays and drops packets.
+"""Simulate a slow network by a relay that delays and drops packets.
 
-Each namespace has one interface, a TUN device, whose packets this process passes to their destination `latency` seconds
-after they were sent, or drops with a probability of `loss`, in either direction. If a bandwidth is given, each
-namespace's link carries that many bytes per second each way. The system's own TCP runs on all sides, so that a lost
-packet has its real cost: retransmission, and a smaller window. The relay needs the right to make network namespaces,
-and no traffic control in the kernel.
+It joins network namespaces of Linux. Each namespace has one interface, a TUN device, whose packets
+this process passes to their destination `latency` seconds after they were sent, or drops with a
+probability of `loss`, in either direction. If a bandwidth is given, each namespace's link carries
+that many bytes per second each way. The system's own TCP runs on all sides, so that a lost packet
+has its real cost: retransmission, and a smaller window. The relay needs the right to make network
+namespaces, and no traffic control in the kernel.
 """
 
 import argparse
@@ -25,16 +26,23 @@ from pathlib import Path
 
 SIDES = 2
 TUNSETIFF = 0x400454CA
-IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000
 CLONE_NEWNET = 0x40000000
 PACKET_BYTES = 65536
 IPV4 = 4
 READY = "ready"
 DESTINATION = 19
 """Index of the last byte of an IPv4 packet's destination, in which all addresses differ."""
-LIMITED = (("mtu", "9000"), ("net.ipv4.tcp_wmem", "4096 65536 262144"), ("net.ipv4.tcp_rmem", "4096 65536 262144"))
-"""Settings for limited bandwidth: packets so large that this process can pass enough, and short queues of
-connections."""
+LIMITED = (
+    ("mtu", "9000"),
+    ("net.ipv4.tcp_wmem", "4096 65536 262144"),
+    ("net.ipv4.tcp_rmem", "4096 65536 262144"),
+)
+"""Settings for limited bandwidth.
+
+Packets are so large that this process can pass enough, and queues of connections are short.
+"""
 
 
 def ip(*words: str) -> None:
@@ -48,8 +56,14 @@ def address(side: int) -> str:
 
 
 @contextmanager
-def slow_network(latency_seconds: float, loss: float, seed: int = 1, *, sides: int = SIDES,
-                 bandwidth: float = math.inf) -> Iterator[list[list[str]]]:
+def slow_network(
+    latency_seconds: float,
+    loss: float,
+    seed: int = 1,
+    *,
+    sides: int = SIDES,
+    bandwidth: float = math.inf,
+) -> Iterator[list[list[str]]]:
     """Yield the prefix of commands for each side. Raises CalledProcessError and OSError.
 
     The bandwidth is in bytes per second.
@@ -60,9 +74,23 @@ def slow_network(latency_seconds: float, loss: float, seed: int = 1, *, sides: i
             ip("netns", "add", name)
             stack.callback(ip, "netns", "delete", name)
             ip("-n", name, "link", "set", "lo", "up")
-        relay = stack.enter_context(subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.packet_relay", str(latency_seconds), str(loss), str(bandwidth),
-             str(seed), *names], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]))
+        relay = stack.enter_context(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.packet_relay",
+                    str(latency_seconds),
+                    str(loss),
+                    str(bandwidth),
+                    str(seed),
+                    *names,
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[1],
+            )
+        )
         stack.callback(relay.kill)
         assert relay.stdout is not None
         if relay.stdout.readline().strip() != READY:
@@ -88,7 +116,9 @@ def _open_device(namespace: str) -> int:
     return device
 
 
-def relay(namespaces: list[str], latency_seconds: float, loss: float, bandwidth: float, seed: int) -> None:
+def relay(
+    namespaces: list[str], latency_seconds: float, loss: float, bandwidth: float, seed: int
+) -> None:
     """Pass packets to their destinations forever."""
     devices, rng = [_open_device(name) for name in namespaces], random.Random(seed)
     print(READY, flush=True)
@@ -102,7 +132,10 @@ def relay(namespaces: list[str], latency_seconds: float, loss: float, bandwidth:
                 packet = os.read(device, PACKET_BYTES)
             except BlockingIOError:
                 continue
-            side, other = devices.index(device), packet[DESTINATION] - 1 if packet[0] >> 4 == IPV4 else -1
+            side, other = (
+                devices.index(device),
+                packet[DESTINATION] - 1 if packet[0] >> 4 == IPV4 else -1,
+            )
             if not 0 <= other < len(devices) or rng.random() < loss:
                 continue
             # Both links pass the same bytes at the same time, unless one of them is busy.
@@ -119,7 +152,9 @@ def relay(namespaces: list[str], latency_seconds: float, loss: float, bandwidth:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("latency", "loss", "bandwidth"):
         parser.add_argument(name, type=float)
     parser.add_argument("seed", type=int)

@@ -1,10 +1,12 @@
-"""Measure the time to draw a frame of the timeline page with 100,000 ops, in a headless Chromium without a GPU.
+"""Measure the time to draw a frame of the timeline page with 100,000 ops.
 
-    python -m benchmarks.page [--pipelines 32] [--stages 8] [--microbatches 128] [--frames 60] [--json FILE]
+    python -m benchmarks.page [--pipelines 32] [--stages 8] [--microbatches 128] [--frames 60]
+                              [--json FILE]
 
-The page shows a greedy plan with four workers down, so that most pipelines differ. It is zoomed, panned and scrolled,
-one step per frame. Prints milliseconds of drawing, and from one frame to the next. Exit status 1 when the median of a
-movement is above 1000 / 60.
+It runs in a headless Chromium without a GPU. The page shows a greedy plan with four workers down,
+so that most pipelines differ. It is zoomed, panned and scrolled, one step per frame. Prints
+milliseconds of drawing, and from one frame to the next. Exit status 1 when the median of a movement
+is above 1000 / 60.
 """
 
 import argparse
@@ -23,12 +25,17 @@ from tests.browser import Browser, find_browser
 
 TARGET = 1000 / 60
 MOVES = {
-    "zoom in": "timeline.zoom(0.94, 900)", "pan": "timeline.pan(0.02)", "zoom out": "timeline.zoom(1.08, 500)",
-    "scroll": "timeline.chart.scrollTop += 40", "rows by stage, zoom": "timeline.zoom(0.94, 700)",
+    "zoom in": "timeline.zoom(0.94, 900)",
+    "pan": "timeline.pan(0.02)",
+    "zoom out": "timeline.zoom(1.08, 500)",
+    "scroll": "timeline.chart.scrollTop += 40",
+    "rows by stage, zoom": "timeline.zoom(0.94, 700)",
     "followed, zoom": "timeline.zoom(i < frames / 2 ? 0.9 : 1.1, 700)",
 }
-BEFORE = {"rows by stage, zoom": "timeline.set('group', 'stage'); timeline.whole();",
-          "followed, zoom": "timeline.whole(); timeline.find('1.3');"}
+BEFORE = {
+    "rows by stage, zoom": "timeline.set('group', 'stage'); timeline.whole();",
+    "followed, zoom": "timeline.whole(); timeline.find('1.3');",
+}
 SCRIPT = """(async () => {
     const frames = %d, gaps = [];
     %s
@@ -46,9 +53,13 @@ SCRIPT = """(async () => {
 
 
 def plan(options: argparse.Namespace) -> Schedule:
-    down = [Worker(pipeline % options.pipelines, stage % options.stages)
-            for pipeline, stage in ((1, 2), (5, 3), (9, 0), (20, 7))]
-    job = uniform_job(options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages)
+    down = [
+        Worker(pipeline % options.pipelines, stage % options.stages)
+        for pipeline, stage in ((1, 2), (5, 3), (9, 0), (20, 7))
+    ]
+    job = uniform_job(
+        options.pipelines, options.stages, options.microbatches, capacity=2 * options.stages
+    )
     return plan_job(job, down, method="greedy").schedule
 
 
@@ -60,12 +71,21 @@ def measure(schedule: Schedule, frames: int) -> dict[str, dict[str, float]]:
             path.write_bytes(timeline_page([ShownSchedule("plan", schedule)]))
             with browser.open(path, width=1600, height=1000) as page:
                 page.frame()
-                found = {name: page.js(SCRIPT % (frames, BEFORE.get(name, ""), move)) for name, move in MOVES.items()}
+                found = {
+                    name: page.js(SCRIPT % (frames, BEFORE.get(name, ""), move))
+                    for name, move in MOVES.items()
+                }
     finally:
         browser.close()
-    return {name: {f"{what} {share:.0%}": sorted(times[key])[min(len(times[key]) - 1, int(len(times[key]) * share))]
-                   for what, key in (("draw", "drawn"), ("frame", "gaps")) for share in (0.5, 0.95)}
-            for name, times in found.items()}
+    quantiles: dict[str, dict[str, float]] = {}
+    for name, times in found.items():
+        quantiles[name] = {}
+        for what, key in (("draw", "drawn"), ("frame", "gaps")):
+            ranked = sorted(times[key])
+            for share in (0.5, 0.95):
+                place = min(len(ranked) - 1, int(len(ranked) * share))
+                quantiles[name][f"{what} {share:.0%}"] = ranked[place]
+    return quantiles
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""Run plans of ours inside torch.distributed.pipelining: how exact, how fast, and what deaths cost.
+"""Run plans inside torch.distributed.pipelining: exactness, speed, cost of deaths.
 
-    python -m benchmarks.plugged --plans 200         # random plans around dead workers, against one process
-    python -m benchmarks.plugged --steps 300         # host time of an op, beside torch's own runtimes
-    python -m benchmarks.plugged --kills 100         # workers killed and returning in a training loop
+    python -m benchmarks.plugged --plans 200    # random plans around dead workers, and one process
+    python -m benchmarks.plugged --steps 300    # host time of an op, beside torch's own runtimes
+    python -m benchmarks.plugged --kills 100    # workers killed and returning in a training loop
 
-Each part is run if its option is given; with --double, workers are killed over the scripted double of NCCL. Exits 1 if
-a number deviates by more than 1e-12.
+Each part is run if its option is given; with --double, workers are killed over the scripted double
+of NCCL. Exits 1 if a number deviates by more than 1e-12.
 """
 
 import argparse
@@ -49,23 +49,36 @@ Report = Mapping[str, Any]
 
 def make_job(pipelines: int, stages: int, microbatches: Sequence[int], more: str = "") -> Job:
     """Make a job whose ops take equally long."""
-    return parse_job(f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = {[*microbatches]}\n{TIMES}{more}")
+    return parse_job(
+        f"pipelines = {pipelines}\nstages = {stages}\nmicrobatches = "
+        f"{[*microbatches]}\n{TIMES}{more}"
+    )
 
 
 def draw_plan(chance: random.Random) -> Schedule:
-    """Draw a job, workers that are dead, and who runs what: as planned, or any live holder by chance."""
+    """Draw a job, workers that are dead, and who runs what.
+
+    The last is as planned, or any live holder by chance.
+    """
     order = chance.choice(["linear", "linear", "v", "interleaved"])
     more = "" if order == "linear" else f"[placement]\nchunks = 2\norder = '{order}'\n"
     pipelines, columns = GRID
     job = make_job(pipelines, columns, [chance.randint(1, 4) for _ in range(pipelines)], more)
     some = [Worker(chance.randrange(pipelines), column) for column in range(columns)]
     dead = chance.sample(some, chance.randint(0, 2))
-    how = {"backward": chance.choice(["split", "fused"]), "optimizer": chance.choice(["staggered", "synchronous"])}
-    return planned(job, dead, **how) if chance.random() < PLANNED_SHARE else by_chance(job, dead, chance, **how)
+    how = {
+        "backward": chance.choice(["split", "fused"]),
+        "optimizer": chance.choice(["staggered", "synchronous"]),
+    }
+    return (
+        planned(job, dead, **how)
+        if chance.random() < PLANNED_SHARE
+        else by_chance(job, dead, chance, **how)
+    )
 
 
 class Cluster:
-    """Workers' processes of this benchmark, forked from one that has imported torch, and what they report."""
+    """Workers' processes, forked from one that has imported torch, and their reports."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -79,7 +92,9 @@ class Cluster:
     def start(self, worker: Worker, mode: str, path: Path, steps: int = 0) -> None:
         """Start a worker's process."""
         ours, theirs = self._forked.Pipe(duplex=False)
-        process = self._forked.Process(target=worker_main, args=(theirs, mode, self.store.port, worker, path, steps))
+        process = self._forked.Process(
+            target=worker_main, args=(theirs, mode, self.store.port, worker, path, steps)
+        )
         process.start()
         theirs.close()
         self.processes[worker] = process
@@ -105,7 +120,10 @@ class Cluster:
                 del self.processes[worker]
 
     def has_ended(self, worker: Worker) -> bool:
-        """Return whether the process of a worker has ended well. Raises SystemExit for one that failed."""
+        """Return whether the process of a worker has ended well.
+
+        Raises SystemExit for one that failed.
+        """
         process = self.processes.get(worker)
         if process is None or process.is_alive():
             return False  # one that was killed on purpose, or its successor
@@ -139,14 +157,19 @@ def run_plans(count: int, seed: int) -> float:
         found = [line for _, line in cluster.read_to_end()]
     plans = {line["plan"] for line in found}
     assert len(plans) == count, f"{len(plans)} of {count} plans ran"
-    largest = {what: max(line[what] for line in found) for what in ("gradients", "loss", "norm")}
+    largest = {}
+    for what in ("gradients", "loss", "norm"):
+        largest[what] = max(line[what] for line in found)
     print(f"| plans | {' | '.join(largest)} |\n|---|{'---|' * len(largest)}")
     print(f"| {count} | {' | '.join(f'{value:.1e}' for value in largest.values())} |", flush=True)
     return max(largest.values())
 
 
 def run_steps(steps: int) -> None:
-    """Print the host time of an op in our schedule and in torch's runtimes, in one run."""
+    """Print an op's host time in our schedule and in torch's runtimes.
+
+    Both are measured in one run.
+    """
     job = make_job(1, 3, [8])
     schedule = planned(job, [], backward="fused")
     with ExitStack() as stack:
@@ -158,7 +181,9 @@ def run_steps(steps: int) -> None:
             cluster.start(worker, "steps", folder, steps)
         found = [line for _, line in cluster.read_to_end()]
     ops = sum(op.kind in COMPUTE_KINDS for op in schedule.all_ops())
-    seconds = {name: sum(line[name] for line in found) / (steps * ops) for name in found[0]}
+    seconds = {}
+    for name in found[0]:
+        seconds[name] = sum(line[name] for line in found) / (steps * ops)
     usual = seconds["_PipelineScheduleRuntime"]
     print("| schedule | host time of an op | ratio |\n|---|---|---|")
     for name, value in seconds.items():
@@ -181,7 +206,7 @@ class Chaos:
         self.final: list[Report] = []
 
     def run(self, kills: int) -> None:
-        """Kill so many workers at any moment, and let them return; then train to the end."""
+        """Kill so many workers at any moment, let them return, train to the end."""
         for worker in _all_workers():
             self._start(worker)
         self._await_commits(1)
@@ -201,10 +226,10 @@ class Chaos:
         self.cluster.start(worker, self._mode, self.table)
         self.committed[worker] = -1
 
-    def _kill_some(self, most: int) -> None:
+    def _kill_some(self, limit: int) -> None:
         """Kill one worker or two, the second perhaps during the recovery from the first."""
         room = MOST_DEAD - (GRID[0] * GRID[1] - len(self.committed))
-        for _ in range(min(most, room, self.chance.randint(1, 2))):
+        for _ in range(min(limit, room, self.chance.randint(1, 2))):
             victim = self.chance.choice(sorted(self.committed))
             threading.Event().wait(self.chance.choice([0, 0.02, 0.1, 0.3]) * self.chance.random())
             self.cluster.kill(victim)
@@ -238,14 +263,28 @@ def run_kills(kills: int, seed: int, *, double: bool) -> float:
         chaos = Chaos(stack, seed, double=double)
         chaos.run(kills)
     alone = train_alone(GRID[1], MICROBATCHES, 1 + max(chaos.losses))
-    losses = max(abs(loss - alone.losses[iteration]) for iteration, found in chaos.losses.items() for loss in found)
+    losses = max(
+        abs(loss - alone.losses[iteration])
+        for iteration, found in chaos.losses.items()
+        for loss in found
+    )
     assert len(chaos.losses) == len(alone.losses), "iterations are missing"
-    parameters = max(abs(one - other) for line in chaos.final for stage, values in line.items()
-                     for one, other in zip(values, alone.parameters[int(stage)], strict=True))
-    print("| kills | returns | iterations | steps owed | loss | parameters | pause: median | longest |\n"
-          "|---|---|---|---|---|---|---|---|")
-    print(f"| {chaos.kills} | {chaos.returns} | {len(chaos.losses)} | {chaos.owed} | {losses:.1e} | {parameters:.1e} | "
-          f"{statistics.median(chaos.pauses):.2f} s | {max(chaos.pauses):.2f} s |", flush=True)
+    parameters = max(
+        abs(value - other)
+        for line in chaos.final
+        for stage, values in line.items()
+        for value, other in zip(values, alone.parameters[int(stage)], strict=True)
+    )
+    print(
+        "| kills | returns | iterations | steps owed | loss | parameters | pause: median | "
+        "longest |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    print(
+        f"| {chaos.kills} | {chaos.returns} | {len(chaos.losses)} | {chaos.owed} | {losses:.1e} | "
+        f"{parameters:.1e} | {statistics.median(chaos.pauses):.2f} s | {max(chaos.pauses):.2f} s |",
+        flush=True,
+    )
     return max(losses, parameters)
 
 
@@ -257,19 +296,47 @@ def _plan_table(folder: Path) -> Path:
     """Plan a table for up to `MOST_DEAD` dead workers."""
     job = f"pipelines = {GRID[0]}\nstages = {GRID[1]}\nmicrobatches = {MICROBATCHES}\n{TIMES}"
     (folder / "job.toml").write_text(job)
-    subprocess.run([sys.executable, "-m", "slipstream", "table", folder / "job.toml", "--max-failures", str(MOST_DEAD),
-                    "--exact", "--optimizer", "synchronous", "--method", "greedy", "--steps", "200", "--jobs", "1",
-                    "--out", folder / "table"], check=True, capture_output=True, timeout=TIMEOUT_SECONDS)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "table",
+            folder / "job.toml",
+            "--max-failures",
+            str(MOST_DEAD),
+            "--exact",
+            "--optimizer",
+            "synchronous",
+            "--method",
+            "greedy",
+            "--steps",
+            "200",
+            "--jobs",
+            "1",
+            "--out",
+            folder / "table",
+        ],
+        check=True,
+        capture_output=True,
+        timeout=TIMEOUT_SECONDS,
+    )
     return folder / "table"
 
 
 def main() -> None:
     """Run the parts that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("plans", "steps", "kills"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--double", action="store_true", help="kill over the scripted double of NCCL, instead of gloo")
+    parser.add_argument(
+        "--double",
+        action="store_true",
+        help="kill over the scripted double of NCCL, instead of gloo",
+    )
     asked = parser.parse_args()
     deviations = [0.0]
     if asked.plans:

@@ -1,4 +1,4 @@
-"""One worker's process of `benchmarks.plugged`: it runs plans, is measured, or trains and may be killed.
+"""Run plans, be measured, or train and be killed: a worker of `benchmarks.plugged`.
 
 What it reports are JSON objects, one after the other.
 """
@@ -21,11 +21,18 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from slipstream.runtime.replay.torch_groups import PrefixStore, TCPStore
 from slipstream.runtime.replay.transport import TransportName
-from slipstream.runtime.torch_pipelining import CommunicationError, Place, ReroutedSchedule, ReroutedStage, Routes
+from slipstream.runtime.torch_pipelining import (
+    CommunicationError,
+    Place,
+    ReroutedSchedule,
+    ReroutedStage,
+    Routes,
+)
 from slipstream.schedules.codec import read
 from slipstream.schedules.schedule import Worker
 
-WIDTH, BATCH = 8, 2
+WIDTH = 8
+BATCH = 2
 LEARNING_RATE = 0.001
 LAST = "last"
 """Key of the store: how many iterations to train."""
@@ -73,13 +80,17 @@ def train_alone(stages: int, microbatches: Sequence[int], iterations: int) -> Al
                 loss.backward()
                 losses[iteration] += loss.item()
         optimizer.step()
-    return Alone(losses, [[one.grad for one in stage.parameters()] for stage in model],
-                 [sum_parameters(stage) for stage in model])
+    gradients = []
+    for stage in model:
+        gradients.append([parameter.grad for parameter in stage.parameters()])
+    return Alone(losses, gradients, [sum_parameters(stage) for stage in model])
 
 
 def make_optimizer(modules: Iterable[nn.Module]) -> torch.optim.Optimizer:
     """Make the optimizer of these stages."""
-    return torch.optim.AdamW([one for module in modules for one in module.parameters()], lr=LEARNING_RATE)
+    return torch.optim.AdamW(
+        [parameter for module in modules for parameter in module.parameters()], lr=LEARNING_RATE
+    )
 
 
 def sum_parameters(module: nn.Module) -> list[float]:
@@ -89,8 +100,10 @@ def sum_parameters(module: nn.Module) -> list[float]:
 
 def make_schedule(place: Place, modules: dict[int, nn.Module]) -> ReroutedSchedule:
     """Make stages and schedule around the modules."""
-    return ReroutedSchedule([ReroutedStage(module, stage, place) for stage, module in modules.items()],
-                            nn.functional.mse_loss)
+    return ReroutedSchedule(
+        [ReroutedStage(module, stage, place) for stage, module in modules.items()],
+        nn.functional.mse_loss,
+    )
 
 
 def run_step(schedule: ReroutedSchedule, iteration: int) -> list[Tensor]:
@@ -101,7 +114,10 @@ def run_step(schedule: ReroutedSchedule, iteration: int) -> list[Tensor]:
 
 
 def run_plan(path: Path, worker: Worker, store: TCPStore) -> dict[str, object] | None:
-    """Run one plan; return how far gradients are from those of one process, None if the worker is dead."""
+    """Run one plan, and return how far gradients are from those of one process.
+
+    None if the worker is dead.
+    """
     schedule = read(path)
     routes = Routes.read(schedule, schedule.failed)
     if worker not in routes.workers:
@@ -115,15 +131,28 @@ def run_plan(path: Path, worker: Worker, store: TCPStore) -> dict[str, object] |
     alone = train_alone(routes.stages, schedule.grid.microbatches, 1)
     found = [parameter.grad for module in modules.values() for parameter in module.parameters()]
     wanted = [gradient for stage in modules for gradient in alone.gradients[stage]]
-    norm_alone = torch.cat([gradient.flatten() for stage in alone.gradients for gradient in stage]).norm().item()
-    deviation = max((one - other).abs().max().item() for one, other in zip(found, wanted, strict=True))
+    norm_alone = (
+        torch.cat([gradient.flatten() for stage in alone.gradients for gradient in stage])
+        .norm()
+        .item()
+    )
+    deviation = max(
+        (gradient - other).abs().max().item() for gradient, other in zip(found, wanted, strict=True)
+    )
     place.close()
-    return {"plan": path.stem, "gradients": deviation, "loss": abs(total - alone.losses[0]),
-            "norm": abs(norm - norm_alone)}
+    return {
+        "plan": path.stem,
+        "gradients": deviation,
+        "loss": abs(total - alone.losses[0]),
+        "norm": abs(norm - norm_alone),
+    }
 
 
 def train(table: Path, worker: Worker, store: TCPStore, transport: TransportName) -> None:
-    """Train until the store has the last iteration, whoever dies; print losses, pauses and parameters."""
+    """Train until the store has the last iteration, whoever dies.
+
+    Prints losses, pauses and parameters.
+    """
     place = Place.take(Routes.read(table), worker, store=store, transport=transport)
     modules = {stage: build_stage(stage) for stage in place.routes.stages_of(worker)}
     optimizer, schedule, chance = make_optimizer(modules.values()), None, random.Random(str(worker))
@@ -133,7 +162,8 @@ def train(table: Path, worker: Worker, store: TCPStore, transport: TransportName
             schedule = schedule or make_schedule(place, modules)
             place.share_state(modules, optimizer)
             losses = run_step(schedule, place.committed)
-            time.sleep(LONGEST_SLEEP_SECONDS * chance.random())  # so that workers are killed at all points
+            # So that workers are killed at all points.
+            time.sleep(LONGEST_SLEEP_SECONDS * chance.random())
             place.commit(sum(loss.item() for loss in losses) / place.routes.microbatches)
             optimizer.step()
             report(committed=place.committed, loss=place.last_sum)
@@ -145,24 +175,34 @@ def train(table: Path, worker: Worker, store: TCPStore, transport: TransportName
             if place.recover():
                 optimizer.step()
                 report(committed=place.committed, loss=place.last_sum, owed=True)
-            report(pause=time.perf_counter() - begun, live=len(place.routes.workers), error=str(error))
+            report(
+                pause=time.perf_counter() - begun, live=len(place.routes.workers), error=str(error)
+            )
         schedule = None
     report(parameters={stage: sum_parameters(module) for stage, module in modules.items()})
     place.close()
 
 
 def measure(folder: Path, worker: Worker, store: TCPStore, steps: int) -> None:
-    """Print the host seconds of some steps of our schedule and of torch's, run in turns."""
+    """Print the host seconds of steps of our schedule and torch's, in turns."""
     schedule = read(folder / "plan.json")
     count, stages = schedule.grid.total_microbatches, len(schedule.grid.stages)
-    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=worker.column, world_size=stages)
+    dist.init_process_group(
+        "gloo", store=PrefixStore("torch", store), rank=worker.column, world_size=stages
+    )
     place = Place.take(Routes.read(schedule), worker, store=store)
     ours = make_schedule(place, {worker.column: build_stage(worker.column)})
     value = torch.zeros(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
 
     def make_stage() -> PipelineStage:
-        return PipelineStage(build_stage(worker.column), worker.column, stages, torch.device("cpu"),
-                             input_args=value, output_args=value)
+        return PipelineStage(
+            build_stage(worker.column),
+            worker.column,
+            stages,
+            torch.device("cpu"),
+            input_args=value,
+            output_args=value,
+        )
 
     rows = _PipelineScheduleRuntime([make_stage()], count, loss_fn=nn.functional.mse_loss)
     rows._load_csv(str(folder / "order.csv"), format="compute_comms")
@@ -171,10 +211,15 @@ def measure(folder: Path, worker: Worker, store: TCPStore, steps: int) -> None:
     inputs, targets = (torch.cat(values) for values in zip(*data, strict=True))
 
     def run_torch(runtime: Any) -> None:
-        runtime.step(*([inputs] if worker.column == 0 else []), target=targets, return_outputs=False)
+        runtime.step(
+            *([inputs] if worker.column == 0 else []), target=targets, return_outputs=False
+        )
 
-    runs = {"_PipelineScheduleRuntime": partial(run_torch, rows), "Schedule1F1B": partial(run_torch, usual),
-            "ReroutedSchedule": lambda: run_step(ours, 0)}
+    runs = {
+        "_PipelineScheduleRuntime": partial(run_torch, rows),
+        "Schedule1F1B": partial(run_torch, usual),
+        "ReroutedSchedule": lambda: run_step(ours, 0),
+    }
     seconds = dict.fromkeys(runs, 0.0)
     for turn in range(-WARM_UP_STEPS, steps):
         for name, run in runs.items():

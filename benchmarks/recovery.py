@@ -1,16 +1,18 @@
-"""Measure how long training pauses when a worker is killed, and what a user sees of it.
+"""Measure how long training pauses when a worker is killed.
 
     python -m benchmarks.recovery [--kills 20] [--grid 3x2] [--iteration 0.08]
 
-Trains layers that sleep through their ops, so that two cores are enough for six workers and an iteration takes as long
-as requested. Workers are killed repeatedly at random times, by SIGKILL from outside, and come back. Prints the median
-and the worst of
+Trains layers that sleep through their ops, so that two cores are enough for six workers and an
+iteration takes as long as requested. Workers are killed repeatedly at random times, by SIGKILL from
+outside, and come back. Prints the median and the worst of
 
     pause        from the kill until the last worker begins its first op again
-    commit gap   from the last iteration that was committed before to the first one after: what was lost of an
-                 iteration, the pause, and the iteration that is run again on the workers that are left
+    commit gap   from the last iteration that was committed before to the first one after: what was
+                 lost of an iteration, the pause, and the iteration that is run again on the workers
+                 that are left
 
-Exit status 1 when the median pause is above 1 s, or the median commit gap above one iteration and 0.15 s.
+Exit status 1 when the median pause is above 1 s, or the median commit gap above one iteration and
+0.15 s.
 """
 
 import argparse
@@ -49,7 +51,7 @@ A_RUN = 5
 
 @dataclass(slots=True)
 class Killer:
-    """Kill workers some time after certain iterations, and record the times of commits and recoveries."""
+    """Kill workers after certain iterations; record times of commits and recoveries."""
 
     fork_server: ForkServer
     kills: dict[int, tuple[Worker, float]]
@@ -60,7 +62,7 @@ class Killer:
     commits: list[float] = field(default_factory=list)
 
     def progress(self, iteration: int, _: float) -> None:
-        """Record that an iteration was committed, and start the timer of a kill if one follows it."""
+        """Record that an iteration was committed, and time the kill that may follow."""
         self.commits.append(time.monotonic())
         if iteration in self.kills:
             worker, seconds = self.kills[iteration]
@@ -74,11 +76,11 @@ class Killer:
             self.began.append(time.monotonic())
 
     def pauses(self) -> list[float]:
-        """Return the times, in seconds, from each kill until the last worker has begun its first op after it."""
+        """Return the times, in seconds, from each kill to the last worker's next op."""
         return [began - killed for killed, began in zip(self.killed, self.began, strict=True)]
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Return the times from the last commit before each pause to the next one, and their parts before the kill."""
+        """Return the times between commits around each pause, and their parts before the kill."""
         found = []
         for killed, began in zip(self.killed, self.began, strict=True):
             last, first = next(pair for pair in pairwise(self.commits) if pair[1] > began)
@@ -95,27 +97,54 @@ class Killer:
             self.killed.append(time.monotonic())
 
 
-def kills(job: Job, rng: random.Random, fork_server: ForkServer, iteration_seconds: float,
-          heartbeat_timeout_seconds: float) -> Killer:
+def kills(
+    job: Job,
+    rng: random.Random,
+    fork_server: ForkServer,
+    iteration_seconds: float,
+    heartbeat_timeout_seconds: float,
+) -> Killer:
     """Run a training in which workers are killed and come back."""
-    workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
-    killer = Killer(fork_server, {APART * (number + 1): (rng.choice(workers), rng.uniform(0, iteration_seconds))
-                                  for number in range(A_RUN)})
-    config = parse_run_config({**MODEL, "blocks": job.stages}, {**TRAINING, "iterations": APART * (A_RUN + 1)})
+    workers = [
+        Worker(pipeline, column)
+        for pipeline in range(job.pipelines)
+        for column in range(job.stages)
+    ]
+    killer = Killer(
+        fork_server,
+        {
+            APART * (number + 1): (rng.choice(workers), rng.uniform(0, iteration_seconds))
+            for number in range(A_RUN)
+        },
+    )
+    config = parse_run_config(
+        {**MODEL, "blocks": job.stages}, {**TRAINING, "iterations": APART * (A_RUN + 1)}
+    )
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
     with tempfile.TemporaryDirectory() as folder:
-        run(schedule(()), config, out=Path(folder), fork_server=fork_server, progress=killer.progress,
-            options=RunOptions(notify=killer.notify), resilience=Resilience(
-                scheduler=schedule, heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-                returns=tuple(Return(worker, at + 2) for at, (worker, _) in killer.kills.items())))
+        run(
+            schedule(()),
+            config,
+            out=Path(folder),
+            fork_server=fork_server,
+            progress=killer.progress,
+            options=RunOptions(notify=killer.notify),
+            resilience=Resilience(
+                scheduler=schedule,
+                heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+                returns=tuple(Return(worker, at + 2) for at, (worker, _) in killer.kills.items()),
+            ),
+        )
     return killer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--grid", default="3x2", help="pipelines x stages")
     parser.add_argument("--iteration", type=float, default=0.08, help="seconds")
@@ -126,17 +155,22 @@ def main() -> None:
     op = options.iteration / plan_job(job, method="greedy").schedule.period_ticks
     rng, runs = random.Random(1), list[Killer]()
     with sleeping(op, op, op, 0.0), ForkServer() as fork_server:
-        while sum(len(one.killed) for one in runs) < options.kills:
+        while sum(len(run.killed) for run in runs) < options.kills:
             runs.append(kills(job, rng, fork_server, options.iteration, options.heartbeat_timeout))
-    pauses = [pause for one in runs for pause in one.pauses()]
-    gaps, lost = zip(*(pair for one in runs for pair in one.gaps()), strict=True)
-    iteration = statistics.median(one.iteration_seconds() for one in runs)
+    pauses = [pause for run in runs for pause in run.pauses()]
+    gaps, lost = zip(*(pair for run in runs for pair in run.gaps()), strict=True)
+    iteration = statistics.median(run.iteration_seconds() for run in runs)
     median = statistics.median(gaps)
-    print(f"{len(pauses)} kills, iterations of {iteration * 1e3:.0f} ms; pause, from SIGKILL until the last worker "
-          f"begins again: median {statistics.median(pauses) * 1e3:.0f} ms, worst {max(pauses) * 1e3:.0f} ms\n"
-          f"commit gap: median {median * 1e3:.0f} ms, worst {max(gaps) * 1e3:.0f} ms; before the kill of it: median "
-          f"{statistics.median(lost) * 1e3:.0f} ms")
-    sys.exit(statistics.median(pauses) > PAUSE_LIMIT_SECONDS or median > iteration + GAP_LIMIT_SECONDS)
+    print(
+        f"{len(pauses)} kills, iterations of {iteration * 1e3:.0f} ms; pause, from SIGKILL until "
+        f"the last worker begins again: median {statistics.median(pauses) * 1e3:.0f} ms, worst "
+        f"{max(pauses) * 1e3:.0f} ms\n"
+        f"commit gap: median {median * 1e3:.0f} ms, worst {max(gaps) * 1e3:.0f} ms; before the "
+        f"kill of it: median {statistics.median(lost) * 1e3:.0f} ms"
+    )
+    sys.exit(
+        statistics.median(pauses) > PAUSE_LIMIT_SECONDS or median > iteration + GAP_LIMIT_SECONDS
+    )
 
 
 if __name__ == "__main__":

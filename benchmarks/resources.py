@@ -1,19 +1,22 @@
-"""Check descriptors, threads and memory over many recoveries: all that a generation opens is closed when it ends.
+"""Check descriptors, threads and memory over many recoveries.
 
-    python -m benchmarks.resources [--recoveries 100] [--gap 10] [--seed 1]
+What a generation opens is closed when it ends. python -m benchmarks.resources [--recoveries 100]
+[--gap 10] [--seed 1]
 
-Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with clipping. The workers of one pipeline live,
-or lose their connections; the others are killed repeatedly, every `gap` iterations, and come back. At every commit, the
-benchmark counts the open descriptors and the threads of the living workers; at every fifth commit, their memory, and
-that of the coordinator, which is this process. Memory is counted twice: all that belongs to no file, and what no other
-process shares. Pages of the fork server are shared with workers until they are written to, which makes them private
-without making memory larger. A worker briefly holds more while generations change, so that minima are compared: those
-of each fifth of the recoveries.
+Trains layers that sleep for 2 ms in an op, in 3 pipelines of 2 stages, with clipping. The workers
+of one pipeline live, or lose their connections; the others are killed repeatedly, every `gap`
+iterations, and come back. At every commit, the benchmark counts the open descriptors and the
+threads of the living workers; at every fifth commit, their memory, and that of the coordinator,
+which is this process. Memory is counted twice: all that belongs to no file, and what no other
+process shares. Pages of the fork server are shared with workers until they are written to, which
+makes them private without making memory larger. A worker briefly holds more while generations
+change, so that minima are compared: those of each fifth of the recoveries.
 
-Exit status 1 when the minimum of the last fifth is higher than that of the first by more than one process group, which
-a worker may or may not have, depending on which workers live when it is counted; when memory is more than 2 % and 1 MiB
-above that of the second fifth (the first fifth includes what is made at first use); or when private memory is that much
-above that of the third fifth.
+Exit status 1 when the minimum of the last fifth is higher than that of the first by more than one
+process group, which a worker may or may not have, depending on which workers live when it is
+counted; when memory is more than 2 % and 1 MiB above that of the second fifth (the first fifth
+includes what is made at first use); or when private memory is that much above that of the third
+fifth.
 """
 
 import argparse
@@ -39,7 +42,10 @@ from slipstream.schedules.schedule import Schedule, Worker
 
 OP_SECONDS = 0.002
 WIDTH = 256
-"""Width of layers. Activations of 256 KiB exceed what a socket takes at once, so that some are cut off."""
+"""Width of layers.
+
+Activations of 256 KiB exceed what a socket takes at once, so that some are cut off.
+"""
 AWAY = 1
 """Number of iterations after which a worker is restarted."""
 PLACES: tuple[Place, ...] = (0, 2, 4, "A", "O", "stepped", "ordered", "met")
@@ -51,16 +57,18 @@ MEMORY_EVERY = 5
 """Number of commits between two readings of memory, which take milliseconds."""
 MOST_GROWTH = 1.02
 A_GROUP = {"descriptors": 8, "threads": 3}
-"""Resources of a process group of six workers: a connection to each other worker, and three of its own."""
+"""Resources of six workers' process group: five connections, and three of its own."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Resources that the living workers and the coordinator hold, by the number of previous recoveries."""
+    """Resources of living workers and the coordinator, by number of previous recoveries."""
 
     fork_server: ForkServer
     recoveries: int = 0
-    counts: dict[Worker, list[tuple[int, int, int]]] = field(default_factory=lambda: {one: [] for one in STABLE})
+    counts: dict[Worker, list[tuple[int, int, int]]] = field(
+        default_factory=lambda: {worker: [] for worker in STABLE}
+    )
     """Triples of recoveries, descriptors and threads, by worker."""
     memory: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     """Triples of recoveries, total KiB, and private KiB, by process."""
@@ -82,21 +90,33 @@ class Samples:
 
     def minima(self, worker: Worker, what: int) -> list[int]:
         """Return the minima of descriptors (1) or threads (2) in each part of the recoveries."""
-        return self._parts([(one[0], one[what]) for one in self.counts[worker]])
+        return self._parts([(count[0], count[what]) for count in self.counts[worker]])
 
     def memory_minima(self, what: int) -> dict[str, list[int]]:
-        """Return the minima, in KiB, of all memory (1) or private memory (2) in each part of the recoveries."""
-        return {name: self._parts([(one[0], one[what]) for one in mine]) for name, mine in self.memory.items()}
+        """Return the minima of memory, in KiB, in each part of the recoveries.
+
+        Of `what`, 1 is all memory, 2 private memory.
+        """
+        minima = {}
+        for name, mine in self.memory.items():
+            minima[name] = self._parts([(count[0], count[what]) for count in mine])
+        return minima
 
     def _parts(self, mine: Sequence[tuple[int, int]]) -> list[int]:
-        return [min(found for recoveries, found in mine
-                    if part * self.recoveries <= PARTS * recoveries <= (part + 1) * self.recoveries)
-                for part in range(PARTS)]
+        minima = []
+        for part in range(PARTS):
+            first, last = part * self.recoveries, (part + 1) * self.recoveries
+            minima.append(
+                min(found for recoveries, found in mine if first <= PARTS * recoveries <= last)
+            )
+        return minima
 
 
 def memory_kib(pid: int) -> int:
-    """Return the memory of a process that belongs to no file, including what it still shares with its parent, in
-    KiB."""
+    """Return a process's memory, in KiB, that belongs to no file.
+
+    It includes what the process still shares with its parent.
+    """
     return _kib(pid, "Anonymous:")
 
 
@@ -114,36 +134,60 @@ def kills(count: int, gap: int, seed: int, fork_server: ForkServer, out: Path) -
     """Run a training with the given number of kills."""
     job, rng = uniform_job(3, 2, 2, op=1, optimizer=0, transfer=0), random.Random(seed)
     victims = [Worker(pipeline, column) for pipeline in (1, 2) for column in (0, 1)]
-    killed = [(rng.choice(STABLE if rng.random() < CUTS else victims), gap * (number + 1)) for number in range(count)]
-    config = parse_run_config({**MODEL, "blocks": 2, "width": WIDTH, "context": 256},
-                              {**TRAINING, "iterations": gap * (count + 1), "clip_norm": 1e-3})
+    killed = []
+    for number in range(count):
+        candidates = STABLE if rng.random() < CUTS else victims
+        killed.append((rng.choice(candidates), gap * (number + 1)))
+    config = parse_run_config(
+        {**MODEL, "blocks": 2, "width": WIDTH, "context": 256},
+        {**TRAINING, "iterations": gap * (count + 1), "clip_norm": 1e-3},
+    )
     samples = Samples(fork_server)
 
     def schedule(down: tuple[Worker, ...]) -> Schedule:
         return plan_job(job, down, method="greedy").schedule
 
-    run(schedule(()), config, out=out, fork_server=fork_server, progress=samples.progress,
+    injections, returns = [], []
+    for worker, at in killed:
+        action = "cut" if worker in STABLE else "kill"
+        injections.append(Injection(worker, at, rng.choice(PLACES), action))
+        if worker not in STABLE:
+            returns.append(Return(worker, at + AWAY))
+    run(
+        schedule(()),
+        config,
+        out=out,
+        fork_server=fork_server,
+        progress=samples.progress,
         options=RunOptions(notify=samples.notify),
         resilience=Resilience(
-            scheduler=schedule, injections=tuple(
-                Injection(worker, at, rng.choice(PLACES), "cut" if worker in STABLE else "kill")
-                for worker, at in killed),
-            returns=tuple(Return(worker, at + AWAY) for worker, at in killed if worker not in STABLE)))
+            scheduler=schedule,
+            injections=tuple(injections),
+            returns=tuple(returns),
+        ),
+    )
     return samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recoveries", type=int, default=100)
     parser.add_argument("--gap", type=int, default=5, help="iterations from one kill to the next")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     rose = False
-    with tempfile.TemporaryDirectory() as folder, sleeping(OP_SECONDS, OP_SECONDS, OP_SECONDS, 0.0), \
-            ForkServer() as fork_server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sleeping(OP_SECONDS, OP_SECONDS, OP_SECONDS, 0.0),
+        ForkServer() as fork_server,
+    ):
         samples = kills(options.recoveries, options.gap, options.seed, fork_server, Path(folder))
     iterations = len(samples.counts[STABLE[0]])
-    print(f"{samples.recoveries} recoveries in {iterations} iterations; minima of each fifth of them")
+    print(
+        f"{samples.recoveries} recoveries in {iterations} iterations; minima of each fifth of them"
+    )
     for worker in STABLE:
         for number, (what, slack) in enumerate(A_GROUP.items(), start=1):
             minima = samples.minima(worker, number)

@@ -1,19 +1,22 @@
-"""Compare how many samples three reactions to failures keep: re-routing, dropping the replica, restarting.
+"""Compare how many samples re-routing, dropping the replica, and restarting keep.
 
-    python -m benchmarks.samples_kept [--failures 10] [--every 12] [--back 6] [--milliseconds 20] [--grid 3x4x6]
+    python -m benchmarks.samples_kept [--failures 10] [--every 12] [--back 6] [--milliseconds 20]
+                                      [--grid 3x4x6]
 
-The same job runs in all cases: ops sleep, one worker is killed every so many iterations, and is back a few iterations
-later.
+The same job runs in all cases: ops sleep, one worker is killed every so many iterations, and is
+back a few iterations later.
 
-re-routed   one run of `slipstream train`'s runtime: peers take over by schedules that were planned ahead, and the
-            worker comes back while the others train.
-dropped     torchft's way: while a worker is away, its whole pipeline is. Over the wall time, outages and recoveries of
-            the run above, at the measured speed of the job with one pipeline less, whose samples are fewer.
-restarted   all processes end, and restart from the last checkpoint, repeatedly, measured to the second. In favour of
-            this way, a new worker is there at once, and a checkpoint is written every few iterations.
+    re-routed   one run of `slipstream train`'s runtime: peers take over by schedules that were
+                planned ahead, and the worker comes back while the others train.
+    dropped     torchft's way: while a worker is away, its whole pipeline is. Over the wall time,
+                outages and recoveries of the run above, at the measured speed of the job with one
+                pipeline less, whose samples are fewer.
+    restarted   all processes end, and restart from the last checkpoint, repeatedly, measured to the
+                second. In favour of this way, a new worker is there at once, and a checkpoint is
+                written every few iterations.
 
-The column `kept` has samples per second relative to those of a run without failures. Exit status 1 when re-routing does
-not keep most.
+The column `kept` has samples per second relative to those of a run without failures. Exit status 1
+when re-routing does not keep most.
 """
 
 import argparse
@@ -64,13 +67,16 @@ class Scenario(NamedTuple):
 
     def failure(self, number: int) -> tuple[Worker, int]:
         """Return which worker dies in which iteration. Stages and pipelines take turns."""
-        workers = [Worker(pipeline, column) for column in range(self.job.stages)
-                   for pipeline in range(self.job.pipelines)]
+        workers = [
+            Worker(pipeline, column)
+            for column in range(self.job.stages)
+            for pipeline in range(self.job.pipelines)
+        ]
         return workers[number * (self.job.pipelines + 1) % len(workers)], (number + 1) * self.every
 
 
 class Kept(NamedTuple):
-    """Throughput with a reaction to failures, and the time without progress at the median failure."""
+    """Throughput with a reaction to failures, and the median failure's lost time."""
 
     name: str
     samples_per_second: float
@@ -91,13 +97,26 @@ class Clock:
         return self.times[max(self.times)] - self.times[WARM_UP]
 
 
-def train(scenario: Scenario, schedule: Schedule, clock: Clock, folder: Path, iterations: int,
-          resilience: Resilience) -> RunResult:
+def train(
+    scenario: Scenario,
+    schedule: Schedule,
+    clock: Clock,
+    folder: Path,
+    iterations: int,
+    resilience: Resilience,
+) -> RunResult:
     """Run a schedule with ops that sleep."""
     config = parse_run_config({**MODEL, "blocks": schedule.grid.depth}, TRAINING)
     with sleeping(scenario.unit, scenario.unit, scenario.unit, 3 * scenario.unit):
-        return run(schedule, config, out=folder, iterations=iterations, progress=clock, resilience=resilience,
-                   options=RunOptions(traced=0, force=True))
+        return run(
+            schedule,
+            config,
+            out=folder,
+            iterations=iterations,
+            progress=clock,
+            resilience=resilience,
+            options=RunOptions(traced=0, force=True),
+        )
 
 
 def without_failures(scenario: Scenario, schedule: Schedule, folder: Path) -> float:
@@ -109,29 +128,55 @@ def without_failures(scenario: Scenario, schedule: Schedule, folder: Path) -> fl
 
 
 def rerouted(scenario: Scenario, whole: Schedule, folder: Path) -> tuple[Kept, float, float]:
-    """Measure re-routing in one run. Also returns its seconds, and those in which a worker was away."""
+    """Measure re-routing in one run.
+
+    Also returns its seconds, and those in which a worker was away.
+    """
     failures = [scenario.failure(number) for number in range(scenario.failures)]
-    table = {(worker,): plan_job(scenario.job, [worker], time_limit=3).schedule
-             for worker in {one for one, _ in failures}}
+    table = {}
+    for worker in {failed_worker for failed_worker, _ in failures}:
+        table[(worker,)] = plan_job(scenario.job, [worker], time_limit=3).schedule
     clock = Clock()
-    result = train(scenario, whole, clock, folder, scenario.iterations, Resilience(
-        scheduler=table.__getitem__, heartbeat_timeout_seconds=10.0,
-        injections=tuple(Injection(worker, at, PLACE) for worker, at in failures),
-        returns=tuple(Return(worker, at + scenario.back) for worker, at in failures)))
-    deaths = [one for one in result.recoveries if one.dead]
+    injections = tuple(Injection(worker, at, PLACE) for worker, at in failures)
+    returns = tuple(Return(worker, at + scenario.back) for worker, at in failures)
+    result = train(
+        scenario,
+        whole,
+        clock,
+        folder,
+        scenario.iterations,
+        Resilience(
+            scheduler=table.__getitem__,
+            heartbeat_timeout_seconds=10.0,
+            injections=injections,
+            returns=returns,
+        ),
+    )
+    deaths = [recovery for recovery in result.recoveries if recovery.dead]
     if len(deaths) != scenario.failures:
         sys.exit(f"{len(deaths)} of {scenario.failures} failures happened")
-    away = sum(clock.times[back.iteration - 1] - clock.times[death.iteration - 1]
-               for death, back in zip(deaths, [one for one in result.recoveries if one.returned], strict=True))
+    backs = [recovery for recovery in result.recoveries if recovery.returned]
+    away = sum(
+        clock.times[back.iteration - 1] - clock.times[death.iteration - 1]
+        for death, back in zip(deaths, backs, strict=True)
+    )
     samples = whole.grid.total_microbatches * (scenario.iterations - 1 - WARM_UP)
-    lost = [clock.times[one.iteration] - clock.times[one.iteration - 1] for one in deaths]
+    lost = [clock.times[death.iteration] - clock.times[death.iteration - 1] for death in deaths]
     period = statistics.median(after - before for before, after in pairwise(clock.times.values()))
-    return (Kept("re-routed", samples / clock.seconds(), statistics.median(lost) - period), clock.seconds(), away)
+    return (
+        Kept("re-routed", samples / clock.seconds(), statistics.median(lost) - period),
+        clock.seconds(),
+        away,
+    )
 
 
-def dropped(scenario: Scenario, full: float, seconds: float, away: float, lost: float, folder: Path) -> Kept:
+def dropped(
+    scenario: Scenario, full: float, seconds: float, away: float, lost: float, folder: Path
+) -> Kept:
     """Compute the samples of the same wall time without the pipelines that lack a worker."""
-    fewer = sleeping_job(scenario.job.pipelines - 1, scenario.job.stages, scenario.job.microbatches[0], scenario.unit)
+    fewer = sleeping_job(
+        scenario.job.pipelines - 1, scenario.job.stages, scenario.job.microbatches[0], scenario.unit
+    )
     partial = without_failures(scenario, plan_job(fewer, time_limit=5).schedule, folder)
     samples = full * (seconds - away) + partial * (away - scenario.failures * lost)
     return Kept("replica dropped", samples / seconds, lost)
@@ -143,9 +188,18 @@ def restarted(scenario: Scenario, whole: Schedule, folder: Path) -> Kept:
     for life in count():
         worker, at = scenario.failure(life) if life < scenario.failures else (Worker(0, 0), 2**30)
         try:
-            train(scenario, whole, clock, folder, scenario.iterations, Resilience(
-                checkpoint_every=CHECKPOINT_EVERY, resume=resume,
-                injections=(Injection(worker, at, PLACE),)))
+            train(
+                scenario,
+                whole,
+                clock,
+                folder,
+                scenario.iterations,
+                Resilience(
+                    checkpoint_every=CHECKPOINT_EVERY,
+                    resume=resume,
+                    injections=(Injection(worker, at, PLACE),),
+                ),
+            )
         except RunError:
             stops.append((at, clock.times[at - 1]))
             resume = open_latest(folder / "checkpoints")
@@ -162,12 +216,17 @@ def compare(scenario: Scenario, folder: Path) -> tuple[float, Sequence[Kept]]:
     whole = plan_job(scenario.job, time_limit=5).schedule
     full = without_failures(scenario, whole, folder / "full")
     ours, seconds, away = rerouted(scenario, whole, folder / "ours")
-    return full, (ours, dropped(scenario, full, seconds, away, ours.lost_seconds, folder / "fewer"),
-                  restarted(scenario, whole, folder / "restarted"))
+    return full, (
+        ours,
+        dropped(scenario, full, seconds, away, ours.lost_seconds, folder / "fewer"),
+        restarted(scenario, whole, folder / "restarted"),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("failures", 10), ("every", 12), ("back", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--milliseconds", type=float, default=20)
@@ -177,16 +236,30 @@ def main() -> None:
     unit = options.milliseconds / 1e3
     job = sleeping_job(*map(int, options.grid.split("x")), unit)
     with tempfile.TemporaryDirectory() as folder:
-        full, ways = compare(Scenario(job, unit, options.failures, options.every, options.back), Path(folder))
+        full, ways = compare(
+            Scenario(job, unit, options.failures, options.every, options.back), Path(folder)
+        )
     if options.json:
-        print(json.dumps({"without_failures": full,
-                          "ways": [{**way._asdict(), "kept": way.samples_per_second / full} for way in ways]}))
+        print(
+            json.dumps(
+                {
+                    "without_failures": full,
+                    "ways": [
+                        {**way._asdict(), "kept": way.samples_per_second / full} for way in ways
+                    ],
+                }
+            )
+        )
     else:
         table = Table("way", "samples a second", "kept", "lost at a failure, s")
         table.add_row("no failures", f"{full:.1f}", "100 %", "")
         for way in ways:
-            table.add_row(way.name, f"{way.samples_per_second:.1f}", f"{way.samples_per_second / full:.1%}",
-                          f"{way.lost_seconds:.2f}")
+            table.add_row(
+                way.name,
+                f"{way.samples_per_second:.1f}",
+                f"{way.samples_per_second / full:.1%}",
+                f"{way.lost_seconds:.2f}",
+            )
         Console().print(table)
     sys.exit(max(ways, key=lambda way: way.samples_per_second) is not ways[0])
 

@@ -1,13 +1,15 @@
-"""Measure the cost, on CPU processes, of two ranks of a worker that shard a stage's parameters with fully_shard.
+"""Measure two CPU ranks of a worker that shard a stage's parameters with fully_shard.
 
-    python -m benchmarks.sharded_parameters [--widths 128 256 ...] [--layers N] [--rounds N] [--json]
+    python -m benchmarks.sharded_parameters [--widths 128 256 ...] [--layers N] [--rounds N]
+                                            [--json]
 
-Each rank takes half of a micro-batch's rows. The benchmark measures, by the width of the layers: F, I and W of that
-half with whole parameters; a gather of a layer's parameters and a reduce-scatter of its gradients over gloo, and their
-bytes; F and B under fully_shard, the memory then held beyond its parts of parameters, and the difference of its
-gradients from those of one process. For a backward that is split beneath fully_shard it measures: how many parameters
-have a reduced gradient after I and W; how many have the right one if whole gradients are held until W has run, and
-reduced then; and what is held in between. Times are medians, in milliseconds.
+Each rank takes half of a micro-batch's rows. The benchmark measures, by the width of the layers: F,
+I and W of that half with whole parameters; a gather of a layer's parameters and a reduce-scatter of
+its gradients over gloo, and their bytes; F and B under fully_shard, the memory then held beyond its
+parts of parameters, and the difference of its gradients from those of one process. For a backward
+that is split beneath fully_shard it measures: how many parameters have a reduced gradient after I
+and W; how many have the right one if whole gradients are held until W has run, and reduced then;
+and what is held in between. Times are medians, in milliseconds.
 """
 
 import argparse
@@ -40,7 +42,7 @@ ROWS = 256
 
 
 class Block(nn.Module):
-    """Module of two products and a norm, as the MLP of a decoder layer: 8 width^2 parameters."""
+    """Two products and a norm, as a decoder layer's MLP: 8 width^2 parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,10 +62,16 @@ def build_stage(width: int, layers: int) -> nn.Sequential:
 
 
 def held_bytes() -> int:
-    """Return the bytes of all tensors that Python knows of: parameters and gradients, not what autograd has saved."""
+    """Return the bytes of all tensors that Python knows of.
+
+    They are parameters and gradients, not what autograd has saved.
+    """
     gc.collect()
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-                for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
+    storages = {
+        item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+        for item in gc.get_objects()
+        if type(item) in (Tensor, nn.Parameter)
+    }
     return sum(storages.values())
 
 
@@ -73,7 +81,7 @@ def _median(rounds: int, measure: Callable[[], Sequence[float]]) -> list[float]:
     for _ in range(1 + rounds):
         distributed.barrier()
         taken.append(measure())
-    return [1e3 * statistics.median(one) for one in zip(*taken[1:], strict=True)]
+    return [1e3 * statistics.median(values) for values in zip(*taken[1:], strict=True)]
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -91,89 +99,130 @@ def _split(stage: nn.Module, rows: Tensor) -> list[float]:
         with deferring_weights(work):
             found.append(stage(value))
 
-    return [_timed(forward), _timed(lambda: backward_input(found, [torch.ones_like(found[0])], work)),
-            _timed(lambda: backward_weight(work))]
+    return [
+        _timed(forward),
+        _timed(lambda: backward_input(found, [torch.ones_like(found[0])], work)),
+        _timed(lambda: backward_weight(work)),
+    ]
 
 
-def _joint(stage: nn.Module, rows: Tensor, held: list[int]) -> list[float]:
+def _joint(stage: nn.Module, rows: Tensor, held_sizes: list[int]) -> list[float]:
     """Return the times of F and B, and note what is held after each."""
     value, found = rows.clone().requires_grad_(), list[Tensor]()
     times = [_timed(lambda: found.append(stage(value)))]
-    held.append(held_bytes())
+    held_sizes.append(held_bytes())
     times.append(_timed(lambda: found[0].sum().backward()))
-    held.append(held_bytes())
+    held_sizes.append(held_bytes())
     return times
 
 
 def _measure_whole(rows: Tensor, stage: nn.Sequential, rounds: int) -> dict[str, float]:
-    """Return the times of F, I and W with whole parameters, and those to gather and reduce a layer."""
+    """Return the times of F, I, W, gather and reduction of a layer's whole parameters."""
     forward, of_input, of_weight = _median(rounds, lambda: _split(stage, rows))
-    size = -(-sum(one.numel() for one in stage[0].parameters()) // RANKS)
-    part, full = torch.zeros(size, dtype=torch.float64), torch.zeros(size * RANKS, dtype=torch.float64)
+    size = -(-sum(parameter.numel() for parameter in stage[0].parameters()) // RANKS)
+    part, full = (
+        torch.zeros(size, dtype=torch.float64),
+        torch.zeros(size * RANKS, dtype=torch.float64),
+    )
     [gather] = _median(rounds, lambda: [_timed(lambda: distributed.all_gather_single(full, part))])
-    [scatter] = _median(rounds, lambda: [_timed(lambda: distributed.reduce_scatter_single(part, full))])
-    return {"forward": forward, "backward_input": of_input, "backward_weight": of_weight, "gather": gather,
-            "reduce_scatter": scatter}
+    [scatter] = _median(
+        rounds, lambda: [_timed(lambda: distributed.reduce_scatter_single(part, full))]
+    )
+    return {
+        "forward": forward,
+        "backward_input": of_input,
+        "backward_weight": of_weight,
+        "gather": gather,
+        "reduce_scatter": scatter,
+    }
 
 
 def _sharded(width: int, layers: int) -> nn.Sequential:
     stage = build_stage(width, layers)
-    for one in stage:
-        fully_shard(one)
+    for layer in stage:
+        fully_shard(layer)
     fully_shard(stage)
     return stage
 
 
-def _measure_sharded(rows: Tensor, layers: int, expected: dict[str, Tensor], rounds: int) -> dict[str, float]:
-    """Return the times and memory of fully_shard, and the state of its gradients. `expected` are those of one
-    process."""
+def _measure_sharded(
+    rows: Tensor, layers: int, expected: dict[str, Tensor], rounds: int
+) -> dict[str, float]:
+    """Return the times and memory of fully_shard, and the state of its gradients.
+
+    `expected` are those of one process.
+    """
     width = rows.shape[1]
     stage = _sharded(width, layers)
-    held, begun = list[int](), held_bytes()
-    forward, backward = _median(rounds, lambda: _joint(stage, rows, held))
+    held_sizes, begun = list[int](), held_bytes()
+    forward, backward = _median(rounds, lambda: _joint(stage, rows, held_sizes))
     off = 0.0
     for name, parameter in stage.named_parameters():
         found: Any = parameter.grad  # the mean over ranks, summed over all rounds
-        off = max(off, float((found.full_tensor() * RANKS / (1 + rounds) - expected[name]).abs().max()))
+        off = max(
+            off, float((found.full_tensor() * RANKS / (1 + rounds) - expected[name]).abs().max())
+        )
     stage.zero_grad()
     _split(stage, rows)
-    reduced = sum(one.grad is not None for one in stage.parameters())
+    reduced = sum(parameter.grad is not None for parameter in stage.parameters())
     stage = _sharded(width, layers)
     anew = held_bytes()
     _hold_gradients(stage, hold=True)
     _split(stage, rows)
     between = held_bytes() - anew
     _hold_gradients(stage, hold=False)
-    told = sum(_is_near(one.grad, expected[name]) for name, one in stage.named_parameters())
-    return {"sharded_forward": forward, "sharded_backward": backward, "held_after_forward": held[0] - begun,
-            "held_after_backward": held[1] - begun, "off": off, "reduced": reduced, "told": told,
-            "held_between": between, "parameters": len(expected)}
+    equal_gradients = sum(
+        _is_near(parameter.grad, expected[name]) for name, parameter in stage.named_parameters()
+    )
+    return {
+        "sharded_forward": forward,
+        "sharded_backward": backward,
+        "held_after_forward": held_sizes[0] - begun,
+        "held_after_backward": held_sizes[1] - begun,
+        "off": off,
+        "reduced": reduced,
+        "told": equal_gradients,
+        "held_between": between,
+        "parameters": len(expected),
+    }
 
 
 def _hold_gradients(stage: Any, *, hold: bool) -> None:
-    """Keep whole parameters and gradients, or reduce them now, with non-public calls as torch's own pipelines do."""
+    """Keep whole parameters and gradients, or reduce them now.
+
+    It makes non-public calls, as torch's own pipelines do.
+    """
     stage.set_reshard_after_backward(not hold)
     stage.set_requires_gradient_sync(not hold)
     if not hold:
         state: Any = fully_shard.state(stage)  # type: ignore[attr-defined]
-        for one in state._state_ctx.all_states:
-            for group in one._fsdp_param_groups:
+        for shard_state in state._state_ctx.all_states:
+            for group in shard_state._fsdp_param_groups:
                 group.post_backward()
         state._root_post_backward_final_callback()
 
 
 def _is_near(gradient: Any, expected: Tensor) -> bool:
-    return gradient is not None and torch.allclose(gradient.full_tensor() * RANKS, expected, rtol=0, atol=1e-9)
+    return gradient is not None and torch.allclose(
+        gradient.full_tensor() * RANKS, expected, rtol=0, atol=1e-9
+    )
 
 
 def _measure(rank: int, width: int, layers: int, rounds: int) -> dict[str, float]:
     rows = torch.randn(ROWS, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mine, stage = rows.chunk(RANKS)[rank], build_stage(width, layers)
-    found = {"width": width, "stage_bytes": sum(one.nbytes for one in stage.parameters())}
+    found = {
+        "width": width,
+        "stage_bytes": sum(parameter.nbytes for parameter in stage.parameters()),
+    }
     found |= _measure_whole(mine, stage, rounds)
     stage.zero_grad()
     stage(rows).sum().backward()
-    expected = {name: one.grad.clone() for name, one in stage.named_parameters() if one.grad is not None}
+    expected = {
+        name: parameter.grad.clone()
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
+    }
     return found | _measure_sharded(mine, layers, expected, rounds)
 
 
@@ -190,15 +239,20 @@ def _run_rank(rank: int, folder: str, widths: Sequence[int], layers: int, rounds
 def measure(widths: Sequence[int], layers: int, rounds: int) -> list[dict[str, float]]:
     """Return the measurements by width, with two ranks over gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run_rank, (folder, widths, layers, rounds), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        multiprocessing.spawn(  # type: ignore[no-untyped-call]
+            _run_rank, (folder, widths, layers, rounds), nprocs=RANKS
+        )
         found: list[dict[str, float]] = json.loads((Path(folder) / "found.json").read_text())
     return found
 
 
 def main() -> None:
     """Print the measurements."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded_parameters", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sharded_parameters",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
@@ -208,22 +262,52 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(found))
         return
-    table = Table(title=f"{arguments.layers} layers, {ROWS} rows, {RANKS} ranks over gloo; ms and MB of a stage")
-    for column in ("width", "F", "I", "W", "gathers", "scatters", "beside F+I+W", "MB moved", "F sharded", "B sharded",
-                   "MB whole", "after F", "after B", "off", "reduced", "told", "MB between"):
+    table = Table(
+        title=f"{arguments.layers} layers, {ROWS} rows, {RANKS} ranks over gloo; ms and MB of a "
+        "stage"
+    )
+    for column in (
+        "width",
+        "F",
+        "I",
+        "W",
+        "gathers",
+        "scatters",
+        "beside F+I+W",
+        "MB moved",
+        "F sharded",
+        "B sharded",
+        "MB whole",
+        "after F",
+        "after B",
+        "off",
+        "reduced",
+        "told",
+        "MB between",
+    ):
         table.add_column(column, justify="right")
-    for one in found:
-        moved = 2 * one["gather"] + one["reduce_scatter"]
-        computed = one["forward"] + one["backward_input"] + one["backward_weight"]
-        table.add_row(str(one["width"]),
-                      *(f"{one[key]:.1f}" for key in ("forward", "backward_input", "backward_weight")),
-                      f"{2 * arguments.layers * one['gather']:.1f}", f"{arguments.layers * one['reduce_scatter']:.1f}",
-                      f"{arguments.layers * moved / computed:.0%}", f"{3 * one['stage_bytes'] / RANKS / 1e6:.1f}",
-                      *(f"{one[key]:.1f}" for key in ("sharded_forward", "sharded_backward")),
-                      *(f"{one[key] / 1e6:.1f}" for key in ("stage_bytes", "held_after_forward",
-                                                            "held_after_backward")),
-                      f"{one['off']:.1e}", f"{one['reduced']} of {one['parameters']}",
-                      f"{one['told']} of {one['parameters']}", f"{one['held_between'] / 1e6:.1f}")
+    for row in found:
+        moved = 2 * row["gather"] + row["reduce_scatter"]
+        computed = row["forward"] + row["backward_input"] + row["backward_weight"]
+        times = [row[key] for key in ("forward", "backward_input", "backward_weight")]
+        sharded_times = [row[key] for key in ("sharded_forward", "sharded_backward")]
+        sizes = [
+            row[key] / 1e6 for key in ("stage_bytes", "held_after_forward", "held_after_backward")
+        ]
+        table.add_row(
+            str(row["width"]),
+            *map("{:.1f}".format, times),
+            f"{2 * arguments.layers * row['gather']:.1f}",
+            f"{arguments.layers * row['reduce_scatter']:.1f}",
+            f"{arguments.layers * moved / computed:.0%}",
+            f"{3 * row['stage_bytes'] / RANKS / 1e6:.1f}",
+            *map("{:.1f}".format, sharded_times),
+            *map("{:.1f}".format, sizes),
+            f"{row['off']:.1e}",
+            f"{row['reduced']} of {row['parameters']}",
+            f"{row['told']} of {row['parameters']}",
+            f"{row['held_between'] / 1e6:.1f}",
+        )
     Console(width=200).print(table)
 
 

@@ -1,18 +1,20 @@
-"""Compare sharded optimizer state with torch's ZeroRedundancyOptimizer in speed, and with its formula in bytes.
+"""Compare sharded optimizer state with torch's ZeroRedundancyOptimizer.
 
-    python -m benchmarks.sharding [--workers 4] [--width 256] [--blocks 2] [--microbatches 2] [--iterations 12]
-                                  [--repeats 3] [--steps-to-compute 8]
+    python -m benchmarks.sharding [--workers 4] [--width 256] [--blocks 2] [--microbatches 2]
+                                  [--iterations 12] [--repeats 3] [--steps-to-compute 8]
 
-A GPT of one stage runs on the given number of workers, in float32 on CPUs: without and with `[training]
-shard_optimizer`, and under torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which
-reads the same micro-batches and keeps no copy of any part. They take turns; the least wall time of an iteration counts,
-over the last half of a run.
+It compares the speed; bytes are compared with the formula. A GPT of one stage runs on the given
+number of workers, in float32 on CPUs: without and with `[training] shard_optimizer`, and under
+torch.distributed's DistributedDataParallel with a ZeroRedundancyOptimizer over AdamW, which reads
+the same micro-batches and keeps no copy of any part. They take turns; the least wall time of an
+iteration counts, over the last half of a run.
 
-Then the benchmark measures the cost of buddies: how long workers wait for reducing, stepping and gathering, with and
-without them, in turns, and the whole iteration. Compute sleeps for as long as the given number of such steps takes, as
-a device leaves cores to others. Steps run once on these cores, which all workers share, and once sleep, too, for as
-long as AdamW and its undo copies take on an idle core. Exit status 1 when the optimizer bytes of a worker are more than
-2 % off (1 + buddy) x 20 bytes per parameter / workers.
+Then the benchmark measures the cost of buddies: how long workers wait for reducing, stepping and
+gathering, with and without them, in turns, and the whole iteration. Compute sleeps for as long as
+the given number of such steps takes, as a device leaves cores to others. Steps run once on these
+cores, which all workers share, and once sleep, too, for as long as AdamW and its undo copies take
+on an idle core. Exit status 1 when the optimizer bytes of a worker are more than 2 % off (1 +
+buddy) x 20 bytes per parameter / workers.
 """
 
 import argparse
@@ -58,7 +60,10 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 BYTES = 20
-"""Bytes of the optimizer per stepped parameter: two moments, and undo copies of them and of the parameter."""
+"""Bytes of the optimizer per stepped parameter.
+
+They are of two moments, and undo copies of them and of the parameter.
+"""
 LIMIT = 0.02
 STEPS = 24
 _SECONDS = "SHARDING_SECONDS_PER_ELEMENT"
@@ -81,10 +86,17 @@ class _Rank(msgspec.Struct, frozen=True):
 def ours(config: RunConfig, workers: int, microbatches: int, fork_server: ForkServer) -> float:
     """Return the seconds of an iteration here."""
     ends: list[float] = []
-    schedule = plan_job(uniform_job(workers, 1, microbatches, op=1, optimizer=1, transfer=0), method="greedy").schedule
+    schedule = plan_job(
+        uniform_job(workers, 1, microbatches, op=1, optimizer=1, transfer=0), method="greedy"
+    ).schedule
     with tempfile.TemporaryDirectory() as folder:
-        run(schedule, config, out=Path(folder), fork_server=fork_server,
-            progress=lambda *_: ends.append(time.perf_counter()))
+        run(
+            schedule,
+            config,
+            out=Path(folder),
+            fork_server=fork_server,
+            progress=lambda *_: ends.append(time.perf_counter()),
+        )
     return _least(ends)
 
 
@@ -101,20 +113,30 @@ def zero(data: bytes) -> bytes:
     task = msgspec.json.decode(data, type=_Rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{task.folder}/meeting", rank=task.rank,
-                                   world_size=task.workers)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{task.folder}/meeting", rank=task.rank, world_size=task.workers
+    )
     training = task.config.training
     model = build_model(task.config.model, training.seed, parameter_dtype(training), CPU)
-    module = DistributedDataParallel(nn.Sequential(*(model.build(layer) for layer in range(model.layers))),
-                                     gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=training.learning_rate,
-                                        betas=training.betas, weight_decay=training.weight_decay, fused=True,
-                                        parameters_as_bucket_view=True)
+    module = DistributedDataParallel(
+        nn.Sequential(*(model.build(layer) for layer in range(model.layers))),
+        gradient_as_bucket_view=True,
+    )
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(),
+        torch.optim.AdamW,
+        lr=training.learning_rate,
+        betas=training.betas,
+        weight_decay=training.weight_decay,
+        fused=True,
+        parameters_as_bucket_view=True,
+    )
     corpus, ends = load_data(task.config, (task.microbatches,) * task.workers), list[float]()
     for iteration in range(training.iterations):
         for index in range(task.microbatches):
-            tokens, target, *_ = corpus.batch(Microbatch(iteration, task.rank, index), training.batch,
-                                              task.config.model.context)
+            tokens, target, *_ = corpus.batch(
+                Microbatch(iteration, task.rank, index), training.batch, task.config.model.context
+            )
             last = index == task.microbatches - 1
             with contextlib.nullcontext() if last else module.no_sync():
                 (model.loss(module(tokens), target) / task.microbatches).backward()
@@ -131,7 +153,14 @@ def sleeping_adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> torc
 
     class Sleeping(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-            time.sleep(seconds * sum(one.numel() for group in self.param_groups for one in group["params"]))
+            time.sleep(
+                seconds
+                * sum(
+                    parameter.numel()
+                    for group in self.param_groups
+                    for parameter in group["params"]
+                )
+            )
 
     return Sleeping(groups, lr=config.learning_rate)
 
@@ -140,7 +169,9 @@ def seconds_per_element(config: RunConfig) -> float:
     """Return the seconds per element of a step that can be undone, on one core."""
     torch.set_num_threads(1)
     model = build_model(config.model, 0, parameter_dtype(config.training), CPU)
-    holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, config.training)
+    holding = HeldLayers(
+        {layer: model.build(layer) for layer in range(model.layers)}, config.training
+    )
     times = []
     for iteration in range(STEPS // 4):
         began = time.perf_counter()
@@ -156,61 +187,103 @@ class _Times(NamedTuple):
     iteration: float
 
 
-def cost_of_buddies(config: RunConfig, workers: int, compute: float, sleep: float = 0.0) -> tuple[_Times, _Times]:
-    """Return the times of reducing, stepping and gathering the whole model, without and with buddies. Steps may
-    sleep."""
+def cost_of_buddies(
+    config: RunConfig, workers: int, compute: float, sleep: float = 0.0
+) -> tuple[_Times, _Times]:
+    """Return the times of reducing, stepping and gathering, without and with buddies.
+
+    They are of the whole model. Steps may sleep.
+    """
     store, opened = host_store()
     if sleep:
-        config = replace(config, training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"))
-    with ChildProcesses("benchmarks.sharding:step_parts", [
-            _Rank(config, rank, workers, seconds_per_element=sleep, compute_seconds=compute, rendezvous=opened)
-            for rank in range(workers)]) as children:
-        found = [msgspec.json.decode(answer, type=tuple[_Times, _Times]) for answer in children.collect_results(300)]
+        config = replace(
+            config,
+            training=replace(config.training, optimizer="benchmarks.sharding:sleeping_adamw"),
+        )
+    with ChildProcesses(
+        "benchmarks.sharding:step_parts",
+        [
+            _Rank(
+                config,
+                rank,
+                workers,
+                seconds_per_element=sleep,
+                compute_seconds=compute,
+                rendezvous=opened,
+            )
+            for rank in range(workers)
+        ],
+    ) as children:
+        found = [
+            msgspec.json.decode(answer, type=tuple[_Times, _Times])
+            for answer in children.collect_results(300)
+        ]
     del store
-    without, beside = (_Times(*map(max, zip(*times, strict=True))) for times in zip(*found, strict=True))
+    without, beside = (
+        _Times(*map(max, zip(*times, strict=True))) for times in zip(*found, strict=True)
+    )
     return without, beside
 
 
 def step_parts(data: bytes) -> bytes:
-    """Run one process of those that reduce, step and gather, with and without buddies in turns."""
+    """Run a process that reduces, steps and gathers, with and without buddies."""
     task = msgspec.json.decode(data, type=_Rank)
     assert task.rendezvous is not None
     torch.set_num_threads(1)
     os.environ[_SECONDS] = str(task.seconds_per_element)
     model = build_model(task.config.model, 0, parameter_dtype(task.config.training), CPU)
-    members, layers = [Worker(one, 0) for one in range(task.workers)], (0, model.layers)
+    members, layers = [Worker(number, 0) for number in range(task.workers)], (0, model.layers)
     me = members[task.rank]
-    session = GenerationSession(Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
-                                links=GroupCache("gloo"),
-                                device=CPU, store=connect_store(task.rendezvous)).connect({layers: members}, pairs=())
+    session = GenerationSession(
+        Membership(1, {worker: rank for rank, worker in enumerate(members)}, me),
+        links=GroupCache("gloo"),
+        device=CPU,
+        store=connect_store(task.rendezvous),
+    ).connect({layers: members}, pairs=())
     seconds: list[list[_Times]] = [[], []]
     holdings = []
     for buddies in (False, True):
-        holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, task.config.training)
-        one = build_partition(sum(count_elements(module).cut for module in holding.modules.values()), members, (),
-                              sharded=True)
-        one = one if buddies else one._replace(buddies=(None,) * task.workers)
-        holding.hold_layers(holding.modules, {layers: one}, me, [], -1)
-        holdings.append((holding, one))
+        holding = HeldLayers(
+            {layer: model.build(layer) for layer in range(model.layers)}, task.config.training
+        )
+        partition = build_partition(
+            sum(count_elements(module).cut for module in holding.modules.values()),
+            members,
+            (),
+            sharded=True,
+        )
+        partition = partition if buddies else partition._replace(buddies=(None,) * task.workers)
+        holding.hold_layers(holding.modules, {layers: partition}, me, [], -1)
+        holdings.append((holding, partition))
     for iteration in range(STEPS):
-        for (holding, one), times in zip(holdings, seconds, strict=True):
+        for (holding, partition), times in zip(holdings, seconds, strict=True):
             session.wait_for_all()
             began = time.perf_counter()
-            _reduce_and_step(PartExchange(session), holding, one, layers, iteration)
+            _reduce_and_step(PartExchange(session), holding, partition, layers, iteration)
             stepped = time.perf_counter()
             time.sleep(task.compute_seconds)
             holding.copy_buffers(layers)  # waits for their step, as the next A does
             times.append(_Times(stepped - began, time.perf_counter() - began))
     session.wait_for_all()
-    return msgspec.json.encode([[statistics.median(some) for some in zip(*times[STEPS // 4:], strict=True)]
-                                for times in seconds])
+    medians = []
+    for times in seconds:
+        # The first quarter warms up.
+        medians.append([statistics.median(some) for some in zip(*times[STEPS // 4 :], strict=True)])
+    return msgspec.json.encode(medians)
 
 
-def _reduce_and_step(exchange: PartExchange, holding: HeldLayers, cut: StatePartition, layers: LayerRange,
-                     iteration: int) -> None:
+def _reduce_and_step(
+    exchange: PartExchange,
+    holding: HeldLayers,
+    cut: StatePartition,
+    layers: LayerRange,
+    iteration: int,
+) -> None:
     """Reduce and step as the executor's A and O do."""
     ((_, parameters, _),) = holding.flat_parameters()
-    exchange.reduce_gradients(layers, holding.flat_gradients(layers)[0], cut, holding.copy_buffers(layers))
+    exchange.reduce_gradients(
+        layers, holding.flat_gradients(layers)[0], cut, holding.copy_buffers(layers)
+    )
     holding.optimizer.step(iteration)
     exchange.wait_for_copies()
     exchange.start_gather(layers, parameters, cut)()
@@ -219,17 +292,24 @@ def _reduce_and_step(exchange: PartExchange, holding: HeldLayers, cut: StatePart
 
 def _least(ends: Sequence[float]) -> float:
     """Return the least seconds of an iteration in the second half."""
-    return min(after - before for before, after in pairwise(ends[len(ends) // 2:]))
+    return min(after - before for before, after in pairwise(ends[len(ends) // 2 :]))
 
 
 def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
-    """Return the optimizer bytes of the first worker after a step, and the number of parameters of the model."""
+    """Return a worker's optimizer bytes after a step, and the model's parameters."""
     model = build_model(config.model, 0, parameter_dtype(config.training), CPU)
-    holding = HeldLayers({layer: model.build(layer) for layer in range(model.layers)}, config.training)
+    holding = HeldLayers(
+        {layer: model.build(layer) for layer in range(model.layers)}, config.training
+    )
     total = sum(count_elements(module).cut for module in holding.modules.values())
-    members = [Worker(one, 0) for one in range(workers)]
-    holding.hold_layers(holding.modules, {(0, model.layers): build_partition(total, members, (), sharded=True)},
-                        members[0], [], -1)
+    members = [Worker(number, 0) for number in range(workers)]
+    holding.hold_layers(
+        holding.modules,
+        {(0, model.layers): build_partition(total, members, (), sharded=True)},
+        members[0],
+        [],
+        -1,
+    )
     for iteration in range(2):
         holding.optimizer.step(iteration)
     assert isinstance(holding.optimizer, PartOptimizer)
@@ -237,21 +317,53 @@ def bytes_kept(config: RunConfig, workers: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("workers", 4), ("width", 256), ("blocks", 2), ("microbatches", 2), ("iterations", 12),
-                          ("repeats", 3), ("steps-to-compute", 8)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("workers", 4),
+        ("width", 256),
+        ("blocks", 2),
+        ("microbatches", 2),
+        ("iterations", 12),
+        ("repeats", 3),
+        ("steps-to-compute", 8),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     model = {"blocks": options.blocks, "width": options.width, "heads": 4, "context": 64}
-    plain, sharded = (parse_run_config(model, {"batch": 1, "device": "cpu", "iterations": options.iterations,
-                                               "shard_optimizer": shard}) for shard in (False, True))
-    found: dict[str, list[float]] = {"whole state": [], "sharded, with buddies": [], "ZeroRedundancyOptimizer": []}
+    plain, sharded = (
+        parse_run_config(
+            model,
+            {
+                "batch": 1,
+                "device": "cpu",
+                "iterations": options.iterations,
+                "shard_optimizer": shard,
+            },
+        )
+        for shard in (False, True)
+    )
+    found: dict[str, list[float]] = {
+        "whole state": [],
+        "sharded, with buddies": [],
+        "ZeroRedundancyOptimizer": [],
+    }
     with ForkServer() as fork_server:
         for _ in range(options.repeats):
-            found["whole state"].append(ours(plain, options.workers, options.microbatches, fork_server))
-            found["sharded, with buddies"].append(ours(sharded, options.workers, options.microbatches, fork_server))
-            found["ZeroRedundancyOptimizer"].append(torchs(plain, options.workers, options.microbatches))
-    table, rival = Table("", "ms an iteration", "steps / s, of ZeRO's"), min(found["ZeroRedundancyOptimizer"])
+            found["whole state"].append(
+                ours(plain, options.workers, options.microbatches, fork_server)
+            )
+            found["sharded, with buddies"].append(
+                ours(sharded, options.workers, options.microbatches, fork_server)
+            )
+            found["ZeroRedundancyOptimizer"].append(
+                torchs(plain, options.workers, options.microbatches)
+            )
+    table, rival = (
+        Table("", "ms an iteration", "steps / s, of ZeRO's"),
+        min(found["ZeroRedundancyOptimizer"]),
+    )
     for name, seconds in found.items():
         table.add_row(name, f"{min(seconds) * 1e3:.1f}", f"{rival / min(seconds):.2f}")
     Console().print(table)
@@ -259,13 +371,21 @@ def main() -> None:
     step = seconds_per_element(sharded)
     for sleep in (0.0, step):
         without, beside = cost_of_buddies(
-            sharded, options.workers, options.steps_to_compute * step * parameters / options.workers, sleep)
+            sharded,
+            options.workers,
+            options.steps_to_compute * step * parameters / options.workers,
+            sleep,
+        )
         for what, fewer, more in zip(("A and O", "iteration"), without, beside, strict=True):
-            print(f"{what}, steps {'asleep' if sleep else 'on these cores'}: {fewer * 1e3:.1f} ms without buddies, "
-                  f"{more * 1e3:.1f} ms with them, {more / fewer:.3f} of that")
+            print(
+                f"{what}, steps {'asleep' if sleep else 'on these cores'}: {fewer * 1e3:.1f} ms "
+                f"without buddies, {more * 1e3:.1f} ms with them, {more / fewer:.3f} of that"
+            )
     formula = 2 * BYTES * parameters / options.workers
-    print(f"{parameters / 1e6:.2f} million parameters: a worker keeps {kept / parameters:.2f} bytes each of the "
-          f"optimizer, {kept / formula - 1:+.2%} off the formula")
+    print(
+        f"{parameters / 1e6:.2f} million parameters: a worker keeps {kept / parameters:.2f} bytes "
+        f"each of the optimizer, {kept / formula - 1:+.2%} off the formula"
+    )
     sys.exit(abs(kept / formula - 1) > LIMIT)
 
 

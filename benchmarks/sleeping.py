@@ -1,4 +1,7 @@
-"""Define a model whose layers sleep: F, I and W take a given time, so that many workers fit on few cores."""
+"""Define a model whose layers sleep, so that many workers fit on few cores.
+
+F, I and W take a given time.
+"""
 
 import ctypes
 import json
@@ -17,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, TrainingConfig, derive_seed, seeded, weight_work
+from slipstream.runtime.api import (
+    Microbatch,
+    ModelConfig,
+    RunConfig,
+    TrainingConfig,
+    derive_seed,
+    seeded,
+    weight_work,
+)
 from slipstream.runtime.torch_private import FakeTensor
 from slipstream.schedules.dealing import Costs
 
@@ -30,16 +41,28 @@ TRAINING = {"optimizer": "benchmarks.sleeping:sleeping_optimizer", "batch": 1, "
 
 
 @contextmanager
-def sleeping(forward: float, backward_input: float, backward_weight: float, optimizer: float,
-             frozen_bytes: int = 0, slow: Path | None = None) -> Iterator[None]:
+def sleeping(
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    optimizer: float,
+    frozen_bytes: int = 0,
+    slow: Path | None = None,
+) -> Iterator[None]:
     """Make ops of workers started within the context sleep for the given seconds.
 
-    The first stage, which has no I, sleeps in W for both. Each layer has `frozen_bytes` of parameters that are not
-    trained: they move with the layer, and cost no compute. While the folder `slow` has a file named by the number of a
-    process, that process takes longer by the factor in it.
+    The first stage, which has no I, sleeps in W for both. Each layer has `frozen_bytes` of
+    parameters that are not trained: they move with the layer, and cost no compute. While the folder
+    `slow` has a file named by the number of a process, that process takes longer by the factor in
+    it.
     """
-    given = {_SECONDS: json.dumps({"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer}),
-             _FROZEN: str(frozen_bytes), **({} if slow is None else {_SLOW: str(slow)})}
+    given = {
+        _SECONDS: json.dumps(
+            {"F": forward, "I": backward_input, "W": backward_weight, "O": optimizer}
+        ),
+        _FROZEN: str(frozen_bytes),
+        **({} if slow is None else {_SLOW: str(slow)}),
+    }
     os.environ.update(given)
     try:
         yield
@@ -71,7 +94,10 @@ def _lasting(seconds: float) -> Iterator[None]:
 
 
 def _wake_in_time() -> None:
-    """Ask Linux not to lengthen the sleeps of this thread, which it does by 50 microseconds and more to save power."""
+    """Ask Linux not to lengthen the sleeps of this thread.
+
+    It does so by 50 microseconds and more to save power.
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
 
@@ -80,7 +106,9 @@ class _Sleep(torch.autograd.Function):
     """Autograd function value @ weight whose F, I and W take a given time."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: nn.Parameter, seconds: Mapping[str, float]) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, weight: nn.Parameter, seconds: Mapping[str, float]
+    ) -> Tensor:
         """Return value @ weight. `seconds` are those of this sample."""
         with _lasting(seconds["F"]):
             ctx.save_for_backward(value)
@@ -88,8 +116,10 @@ class _Sleep(torch.autograd.Function):
             return value @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        value, = ctx.saved_tensors
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, Tensor | None, None]:
+        (value,) = ctx.saved_tensors
 
         def weight_gradient() -> Tensor:
             with _lasting(ctx.seconds["W"]), torch.no_grad():
@@ -108,7 +138,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Unequal(NamedTuple):
-    """Micro-batch whose ops take longer by the factors `times`, of shape [3], for F, I and W."""
+    """Micro-batch whose F, I and W take longer by the factors `times`, of shape [3]."""
 
     tokens: Tensor
     targets: Tensor
@@ -139,23 +169,32 @@ class UnequalData:
 
 
 class Sleeper(nn.Module):
-    """Layer that takes a given time. It maps features [B, T, C] to the same shape; the first one takes tokens [B,
-    T]."""
+    """Layer that takes a given time.
+
+    It maps features [B, T, C] to the same shape; the first one takes tokens [B, T].
+    """
 
     def __init__(self, width: int, dtype: torch.dtype, *, takes_tokens: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width, dtype=dtype) / width**0.5)
-        self.frozen = nn.Parameter(torch.zeros(int(os.environ[_FROZEN]), dtype=torch.uint8), requires_grad=False)
+        self.frozen = nn.Parameter(
+            torch.zeros(int(os.environ[_FROZEN]), dtype=torch.uint8), requires_grad=False
+        )
         self.takes_tokens = takes_tokens
         self.seconds = _seconds()
         _wake_in_time()
 
     def forward(self, value: Tensor, batch: tuple[Tensor, ...] | None = None) -> Tensor:
         if self.takes_tokens:
-            value = functional.one_hot(value % len(self.weight), len(self.weight)).to(self.weight.dtype)
+            value = functional.one_hot(value % len(self.weight), len(self.weight)).to(
+                self.weight.dtype
+            )
         seconds, times = self.seconds, getattr(batch, "times", None)
         if times is not None and not isinstance(times, FakeTensor):
-            seconds = {kind: self.seconds[kind] * factor for kind, factor in zip("FIW", times.tolist(), strict=True)}
+            seconds = {
+                kind: self.seconds[kind] * factor
+                for kind, factor in zip("FIW", times.tolist(), strict=True)
+            }
         result: Tensor = _Sleep.apply(value, self.weight, seconds)
         return result
 
@@ -184,7 +223,9 @@ class Sleepers:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten() % output.shape[-1])
 
 
-def sleeping_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
+def sleeping_optimizer(
+    groups: list[dict[str, Any]], config: TrainingConfig
+) -> torch.optim.Optimizer:
     """Return an SGD optimizer that takes a given time."""
 
     class Slow(torch.optim.SGD):

@@ -1,9 +1,9 @@
-"""Measure the memory of a stage in its own process: micro-batches between F and I, between I and W, and permanently.
+"""Measure the memory of a stage in its own process.
 
     python -m benchmarks.stage_memory STAGE CONFIG
 
-prints it as JSON. The number is the memory that the system reports for the process (Linux), or that torch has allocated
-on its GPU.
+prints it as JSON: of micro-batches between F and I, between I and W, and permanently. The number is
+the memory that the system reports for the process (Linux), or that torch has allocated on its GPU.
 """
 
 import gc
@@ -33,7 +33,10 @@ STAGES = 2
 ROW = 8
 """Number of micro-batches that are held at a time."""
 MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "32768"}
-"""Environment that makes freed memory return to the system, so that the memory of a process is what is alive."""
+"""Environment that makes freed memory return to the system.
+
+The memory of a process is then what is alive.
+"""
 
 
 class Line(NamedTuple):
@@ -56,12 +59,16 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def measure(config: RunConfig, index: int) -> dict[str, int]:
-    """Return the bytes of a stage in this process: per micro-batch after F and after I; permanently; and of the
-    copies."""
+    """Return the bytes of a stage in this process.
+
+    They are per micro-batch after F and after I, permanent, and of the copies.
+    """
     torch.set_num_threads(1)
     device = torch.device(choose_device(config.training.device))
     model = build_model(config.model, 0, parameter_dtype(config.training), device)
@@ -74,8 +81,10 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     stage = SliceRunner(ranges[index], holding.modules, model, loss_scale=1.0, config=config)
 
     def forward(microbatch: Microbatch) -> None:
-        tokens, target = (half.to(device) for half in corpus.batch(microbatch, config.training.batch,
-                                                                   config.model.context))
+        tokens, target = (
+            half.to(device)
+            for half in corpus.batch(microbatch, config.training.batch, config.model.context)
+        )
         value = tokens if stage.first else _noise(takes, device)
         sent.append(stage.forward(microbatch, value, target if stage.last else None, split=True))
 
@@ -95,8 +104,12 @@ def measure(config: RunConfig, index: int) -> dict[str, int]:
     _each(row, stage.backward_weight)
     with_copies = held_bytes(device)
     cast(Any, holding.optimizer)._saved = []
-    return {"activation": (after_forward - always) // ROW, "stash": (after_input - always) // ROW,
-            "undo copies": with_copies - held_bytes(device), "always": always - before}
+    return {
+        "activation": (after_forward - always) // ROW,
+        "stash": (after_input - always) // ROW,
+        "undo copies": with_copies - held_bytes(device),
+        "always": always - before,
+    }
 
 
 def _noise(form: Form, device: torch.device) -> Tensor:
@@ -106,8 +119,12 @@ def _noise(form: Form, device: torch.device) -> Tensor:
 
 def _warm_up(config: RunConfig) -> None:
     """Make torch load what it loads at first use."""
-    model = build_model(parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model, 0,
-                        torch.float32, torch.device("cpu"))
+    model = build_model(
+        parse_run_config({"blocks": 1, "width": 8, "heads": 1, "context": 4}, {}).model,
+        0,
+        torch.float32,
+        torch.device("cpu"),
+    )
     holding = build_holding(model, range(model.layers), config.training)
     stage = SliceRunner((0, model.layers), holding.modules, model, loss_scale=1.0, config=config)
     tokens = torch.zeros(1, 4, dtype=torch.long)
@@ -125,23 +142,37 @@ def _each(row: list[Microbatch], *calls: Callable[[Microbatch], object]) -> None
 
 
 def job_bytes(tables: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the bytes that a job file states for a stage: per micro-batch after F and after I, and permanently."""
+    """Return a stage's bytes by the job file: per micro-batch, and permanently.
+
+    Those of a micro-batch are after F and after I.
+    """
     unit, memory = tables["memory"]["unit_bytes"], tables["memory"]
-    return {what: [unit * size for size in memory[name]]
-            for what, name in (("activation", "activation"), ("stash", "weight_stash"), ("always", "weights"))}
+    return {
+        "activation": [unit * size for size in memory["activation"]],
+        "stash": [unit * size for size in memory["weight_stash"]],
+        "always": [unit * size for size in memory["weights"]],
+    }
 
 
 def compare(config: RunConfig, profiled: Mapping[str, Sequence[int]]) -> list[Line]:
     """Compare the profiled bytes of each stage, by kind, with those of processes."""
+
     def measured(index: int) -> dict[str, int]:
-        answer = subprocess.run([sys.executable, "-m", "benchmarks.stage_memory", str(index),
-                                 config.to_json()],
-                                check=True, capture_output=True, timeout=300, env={**os.environ, **MMAP_THRESHOLD})
+        answer = subprocess.run(
+            [sys.executable, "-m", "benchmarks.stage_memory", str(index), config.to_json()],
+            check=True,
+            capture_output=True,
+            timeout=300,
+            env={**os.environ, **MMAP_THRESHOLD},
+        )
         return cast(dict[str, int], json.loads(answer.stdout))
 
     with ThreadPoolExecutor(STAGES) as pool:
-        return [Line(index, what, sizes[index], found[what])
-                for index, found in enumerate(pool.map(measured, range(STAGES))) for what, sizes in profiled.items()]
+        return [
+            Line(index, what, sizes[index], found[what])
+            for index, found in enumerate(pool.map(measured, range(STAGES)))
+            for what, sizes in profiled.items()
+        ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Play many runs in virtual time, by seeds, and require the numbers of training in one process.
+"""Play many runs in virtual time, and require one process's numbers.
 
     python -m benchmarks.virtual_time --seeds 1000:1060 [--suite deaths|edges|flips]
                                       [--config NAME] [--case NAME]
@@ -34,7 +34,7 @@ from tests.runtime.exact.fibers import patched
 from tests.runtime.exact.world import ExactWorld
 
 Play = Callable[[int, Path, bool], ExactWorld]
-"""Function that plays the run of a seed in a folder, over the double of NCCL or of gloo."""
+"""Function that plays a seed's run in a folder, over a double of a transport."""
 
 
 def _play_deaths(name: str, seed: int, folder: Path, nccl: bool) -> ExactWorld:
@@ -50,7 +50,7 @@ def _play_flip(name: str, what: str, seed: int, folder: Path, nccl: bool) -> Exa
 
 
 def list_plays() -> Iterator[tuple[str, str, str, Play]]:
-    """Yield each kind of run: its suite, configuration and case, and the function that plays it."""
+    """Yield each kind of run: suite, configuration, case, and what plays it."""
     for name in test_exact.CONFIGS:
         yield "deaths", name, "", partial(_play_deaths, name)
     for name in test_exact.CONFIGS:
@@ -67,7 +67,7 @@ def parse_seeds(text: str) -> range:
 
 
 def main() -> int:
-    """Play the runs, print a line for each kind and each wrong run, and return the exit status."""
+    """Play the runs, print kinds and wrong runs, and return the exit status."""
     plays = list(list_plays())
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=parse_seeds, required=True, metavar="A:B")
@@ -79,14 +79,17 @@ def main() -> int:
     layer_sender.ROOM_SECONDS = test_edges.ROOM_SECONDS
     wrong = 0
     for *kind, play in plays:
-        if all(choice in (None, own) for choice, own in zip(asked, kind, strict=True)):
+        if all(choice in (None, part) for choice, part in zip(asked, kind, strict=True)):
             wrong += _play_seeds(" ".join(filter(None, kind)), play, options.seeds)
     print(f"{wrong} runs were wrong" if wrong else "all runs had the numbers of one process")
     return 1 if wrong else 0
 
 
 def _play_seeds(kind: str, play: Play, seeds: range) -> int:
-    """Play one kind of run for all seeds and both transports, and return how many were wrong."""
+    """Play one kind of run for all seeds, and return how many were wrong.
+
+    Each seed plays over both transports.
+    """
     began, wrong, seen = time.process_time(), 0, Counter[str]()
     with tempfile.TemporaryDirectory() as folder, patched():
         for seed, nccl in product(seeds, (False, True)):
@@ -97,11 +100,15 @@ def _play_seeds(kind: str, play: Play, seeds: range) -> int:
                 transport = "NCCL" if nccl else "gloo"
                 print(f"WRONG: {kind}, seed {seed}, {transport}: {error!r}", flush=True)
             else:
-                seen.update(runs=1, deaths=world.deaths, restarts=world.restarts,
-                            returns=world.went_back)
-    print(f"{kind}: {seen['runs']} runs, {seen['deaths']} workers and {seen['restarts']} times node "
-          f"0 died, {seen['returns']} times back to a checkpoint, {wrong} wrong; "
-          f"{time.process_time() - began:.0f} s", flush=True)
+                seen.update(
+                    runs=1, deaths=world.deaths, restarts=world.restarts, returns=world.went_back
+                )
+    print(
+        f"{kind}: {seen['runs']} runs, {seen['deaths']} workers and {seen['restarts']} times node "
+        f"0 died, {seen['returns']} times back to a checkpoint, {wrong} wrong; "
+        f"{time.process_time() - began:.0f} s",
+        flush=True,
+    )
     return wrong
 
 

@@ -23,29 +23,46 @@ COMMANDS = {
     "table": "Plan a table of schedules: two for every number of failures.",
     "lookup": "Look up the schedule for the workers that are down, and say who plays which role.",
     "check": "Check schedules against every rule, independently of how they were made.",
-    "show": "Show a schedule: a row for each worker, time from left to right; or the course of a run.",
-    "export": "Write a schedule, a job's placement, or a checkpoint's model in the format of another library.",
-    "profile": "Measure the stages of a job's model on this machine: times, memory, transfers and all-reduces.",
+    "show": (
+        "Show a schedule: a row for each worker, time from left to right; or the course of a run."
+    ),
+    "export": (
+        "Write a schedule, a job's placement, or a checkpoint's model in the format of "
+        "another library."
+    ),
+    "profile": (
+        "Measure the stages of a job's model on this machine: times, memory, transfers and "
+        "all-reduces."
+    ),
     "train": "Train a job's model, one process per live worker, replaying a schedule.",
-    "simulate": "Simulate policies over a failure trace: throughput over time, averages and lost time by cause.",
+    "simulate": (
+        "Simulate policies over a failure trace: throughput over time, averages and lost time "
+        "by cause."
+    ),
     "reproduce": "Reproduce a table of the documentation: as table, JSON and picture.",
-    "jitter": "Replay a schedule thousands of times with noise in op times, with a straggler, or with unequal samples.",
-    "doctor": "Report what is installed and which backends work, and test planning, checking and communication.",
-    "demo": "Plan the published worked example, then train a small GPT with and without one of its workers.",
+    "jitter": (
+        "Replay a schedule thousands of times with noise in op times, with a straggler, or "
+        "with unequal samples."
+    ),
+    "doctor": (
+        "Report what is installed and which backends work, and test planning, checking and "
+        "communication."
+    ),
+    "demo": (
+        "Plan the published worked example, then train a small GPT with and without one of "
+        "its workers."
+    ),
 }
-"""Names of the commands, each with one line of help. `cli/NAME.py` defines a function of that
-name."""
+"""One line of help for each command, which is the function NAME in `cli/NAME.py`."""
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """Exception that carries Ctrl-C through typer, which would otherwise end the program without a
-    message."""
+    """Exception that stands for Ctrl-C inside typer, which would end without a message."""
 
 
 @contextmanager
 def _preserve_interrupts() -> Iterator[None]:
-    """Convert KeyboardInterrupt within the context to `_Interrupted`, which typer does not
-    catch."""
+    """Convert KeyboardInterrupt to `_Interrupted`, which typer does not catch."""
     try:
         yield
     except KeyboardInterrupt:
@@ -53,25 +70,29 @@ def _preserve_interrupts() -> Iterator[None]:
 
 
 class _CommandGroup(TyperGroup):
-    """Group of all commands, which imports a command only when it runs.
+    """Group of all commands, which imports a command only when it runs."""
 
-    Contexts and commands are typed `Any`: depending on its version, typer brings its own copy of
-    click.
-    """
+    # Contexts and commands are `Any`: some versions of typer bring a click of their own.
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         """Return the names of the commands, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a command that has only its name and its line of help."""
+        """Return a stand-in for a command, with its line of help; None if unknown.
+
+        The command itself, which can run, is loaded by `resolve_command`.
+        """
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the loaded command and the remaining arguments. Exits 2 for an unknown
-        command."""
+        """Return name, loaded command and other arguments. Exits 2 for an unknown command."""
+        # Explain what typer cannot: a removed command, a typing error, and for `train`, what is
+        # impossible on this machine before torch is imported.
         if args[0] == "benchmark":
-            ctx.fail("the command benchmark was removed; in a checkout, run python -m benchmarks.fleet")
+            ctx.fail(
+                "the command benchmark was removed; in a checkout, run python -m benchmarks.fleet"
+            )
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"no such command {args[0]!r}{suggest(args[0], COMMANDS)}")
         if args[0] == "train":
@@ -96,23 +117,31 @@ class _CommandGroup(TyperGroup):
         write_options(self.get_params(ctx), formatter)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Return click's context of the command line, after parsing the options that precede the
-        command."""
+        """Parse the program's own options, and return click's context."""
         with _preserve_interrupts():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Load the command and run it."""
+        """Run the command that the command line names."""
         with _preserve_interrupts():
             return super().invoke(ctx)
 
-    def main(self, args: Any = None, prog_name: str | None = None, complete_var: str | None = None,
-             standalone_mode: bool = True, windows_expand_args: bool = True, **extra: Any) -> Any:
-        """Run the program, and refuse an invalid command line with one line on stderr."""
+    def main(
+        self,
+        args: Any = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the program. Exits 2 for an invalid command line, with one line on stderr."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
-            sys.exit(super().main(args, prog_name, complete_var, False, windows_expand_args, **extra))
+            sys.exit(
+                super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            )
         except _Interrupted:
             raise KeyboardInterrupt from None
         except Exception as error:
@@ -125,7 +154,7 @@ class _CommandGroup(TyperGroup):
 
 
 def _format_as_clause(message: str) -> str:
-    """Return click's error message in one line, lower case first, without full stop."""
+    """Return click's message as one line, begun in lower case, without full stop."""
     text = " ".join(message.split()).rstrip(".")
     head, separator, options = text.partition(" (Possible options: ")
     if separator:
@@ -134,7 +163,7 @@ def _format_as_clause(message: str) -> str:
 
 
 def load_command(name: str) -> Any:
-    """Import the module of a command and return the command with its options."""
+    """Import the module of a command; return the command with its options."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     with delay_interrupts():
         module = importlib.import_module(f"slipstream.cli.{name}")
@@ -158,7 +187,16 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root_options(_version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help=(
-        "Print the version and exit."))] = False) -> None:
-    """Define the program's own options. Such a callback also makes the typer app a group of
-    commands."""
+def _root_options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help=("Print the version and exit."),
+        ),
+    ] = False,
+) -> None:
+    """Define the program's own options."""
+    # Only with such a callback does typer make the app a group of commands.

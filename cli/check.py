@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.shared.console import duration, out, print_error, print_json
-from slipstream.cli.shared.options import Json, ScheduleFiles, ScheduleInFile, read_schedules, refusal_text
+from slipstream.cli.shared.options import (
+    Json,
+    ScheduleFiles,
+    ScheduleInFile,
+    read_schedules,
+    refusal_text,
+)
 from slipstream.cli.shared.summaries import gap_text
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
@@ -18,23 +24,30 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Largest number of violated rules per file for which the ops around are drawn. Further violations
-are only listed."""
+"""Number of violations in a file that are drawn; further ones are only listed."""
 
 PROOF_SECONDS = 60.0
-"""Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""
+"""Time limit of CP-SAT for a bound that only a search can prove."""
 
-Bound = Annotated[bool, typer.Option("--bound", help=(
-    f"Also prove the lower bound that a file states, by CP-SAT within {PROOF_SECONDS:g} s where it found it. One of "
-    "version 0.1 for layers that move may be more than can be proven."))]
+Bound = Annotated[
+    bool,
+    typer.Option(
+        "--bound",
+        help=(
+            f"Also prove the lower bound that a file states, by CP-SAT within {PROOF_SECONDS:g} s "
+            "where it found it. One of version 0.1 for layers that move may be more than can be "
+            "proven."
+        ),
+    ),
+]
 
 
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the ops around each violation. A bound in a file is a claim: --bound proves
-    it again, and exits 1 when it cannot, or when the file contradicts itself about the job. Exits 2 when a file cannot
-    be read, after all other files have been checked.
+    Exits 1 when a rule is broken, and draws the ops around each violation. A bound in a file is a
+    claim: --bound proves it again, and exits 1 when it cannot, or when the file contradicts itself
+    about the job. Exits 2 when a file cannot be read, after all other files have been checked.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []
@@ -43,6 +56,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
     for file, schedule in _read_schedules(files, unreadable):
         checked += 1
         violations = violations_of(schedule)
+        # A bound is proven again only where the rules are kept: its proofs assume them.
         proven = None
         if bound and not violations:
             try:
@@ -52,21 +66,35 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
         answers += [_violation_report(violation, schedule, file) for violation in violations]
         if proven is not None:
             claimed = schedule.lower_bound_ticks
-            bounds.append({"file": str(file), "scope": schedule.scope, "claimed": schedule.seconds(claimed),
-                           "proven": schedule.seconds(proven), "verified": proven >= claimed})
+            bounds.append(
+                {
+                    "file": str(file),
+                    "scope": schedule.scope,
+                    "claimed": schedule.seconds(claimed),
+                    "proven": schedule.seconds(proven),
+                    "verified": proven >= claimed,
+                }
+            )
         if not json:
             _print_report(file, schedule, violations, proven)
+    # Unreadable files have been reported by name; they end the command only now.
     if json and (checked or not unreadable):
-        print_json({"violations": answers, **({"bounds": bounds} if bound else {}),
-                    **({"unreadable": unreadable} if unreadable else {})})
+        report: dict[str, object] = {"violations": answers}
+        if bound:
+            report["bounds"] = bounds
+        if unreadable:
+            report["unreadable"] = unreadable
+        print_json(report)
     if unreadable:
         raise typer.Exit(2)
     if answers or not all(bound_report["verified"] for bound_report in bounds):
         raise typer.Exit(1)
 
 
-def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) -> Iterator[ScheduleInFile]:
-    """Yield all schedules of the given files and tables."""
+def _read_schedules(
+    files: Sequence[Path], unreadable: list[dict[str, object]]
+) -> Iterator[ScheduleInFile]:
+    """Yield all schedules of files and tables; add files that cannot be read to `unreadable`."""
     for path in files:
         try:
             yield from read_schedules(path)
@@ -76,19 +104,36 @@ def _read_schedules(files: Sequence[Path], unreadable: list[dict[str, object]]) 
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return a clause on whether the file's bound was proven here, as `proven` ticks."""
+    """Return a clause on the bound in a file, and on the one `proven` here.
+
+    `proven` is in ticks; None: nothing was to be proven.
+    """
+    # A file may state no bound, one that was not to be proven here, or one that was.
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if schedule.gap is None:
-        return "it claims no lower bound" if not proven else \
-            f"it claims no lower bound; {duration(schedule.seconds(proven))} {schedule.scope.description} is proven"
+        return (
+            "it claims no lower bound"
+            if not proven
+            else f"it claims no lower bound; {duration(schedule.seconds(proven))} "
+            f"{schedule.scope.description} is proven"
+        )
     if proven is None:
-        claim = "optimal" if schedule.status == "optimal" else \
-            f"at most {gap_text(schedule.gap)} above the best possible"
-        return f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound verifies that"
+        claim = (
+            "optimal"
+            if schedule.status == "optimal"
+            else f"at most {gap_text(schedule.gap)} above the best possible"
+        )
+        return (
+            f"it claims to be {claim} {schedule.scope.description} (bound {claimed}); --bound "
+            "verifies that"
+        )
     if proven < schedule.lower_bound_ticks:
-        return f"its bound, {claimed}, could not be proven; {duration(schedule.seconds(proven))} could"
+        return (
+            f"its bound, {claimed}, could not be proven; {duration(schedule.seconds(proven))} could"
+        )
     return f"its bound, {claimed} {schedule.scope.description}, is proven" + (
-        ": it is optimal" if schedule.status == "optimal" else "")
+        ": it is optimal" if schedule.status == "optimal" else ""
+    )
 
 
 def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> dict[str, object]:
@@ -110,17 +155,26 @@ def _violation_report(violation: Violation, schedule: Schedule, file: Path) -> d
     }
 
 
-def _print_report(file: Path, schedule: Schedule, violations: list[Violation], proven: int | None) -> None:
+def _print_report(
+    file: Path, schedule: Schedule, violations: list[Violation], proven: int | None
+) -> None:
     if not violations:
-        out.print(f"{file}: valid: {len(schedule.seats)} workers, period "
-                  f"{duration(schedule.seconds(schedule.period_ticks))}; {_describe_bound(schedule, proven)}",
-                  style="green", soft_wrap=True)
+        out.print(
+            f"{file}: valid: {len(schedule.seats)} workers, period "
+            f"{duration(schedule.seconds(schedule.period_ticks))}; "
+            f"{_describe_bound(schedule, proven)}",
+            style="green",
+            soft_wrap=True,
+        )
         return
+    # List all violations, but draw the ops around the first few only: a drawing takes many lines.
     count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
     out.print(f"{file}: {count}", style="bold red", soft_wrap=True)
     drawn = 0
     for violation in violations:
         out.print(f"  {violation}", soft_wrap=True)
-        if drawn < MAX_GRIDS and (excerpt := render_excerpt(schedule, violation.op, violation.worker)):
+        if drawn < MAX_GRIDS and (
+            excerpt := render_excerpt(schedule, violation.op, violation.worker)
+        ):
             out.print(excerpt, style="dim", no_wrap=True, crop=False, overflow="ignore")
             drawn += 1

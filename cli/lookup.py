@@ -8,7 +8,15 @@ from typing import Annotated
 import msgspec
 import typer
 
-from slipstream.cli.shared.console import complete_from, duration, err, exit_negative, out, print_json, refuse
+from slipstream.cli.shared.console import (
+    complete_from,
+    duration,
+    err,
+    exit_negative,
+    out,
+    print_json,
+    refuse,
+)
 from slipstream.cli.shared.options import (
     Failed,
     FailedNode,
@@ -38,22 +46,50 @@ from slipstream.schedules.tables.pattern import dead_column, settled_key
 from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
-"""Time limit, in seconds, of planning for failures that the table does not cover."""
+"""Time limit of planning for failures that the table does not cover."""
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", autocompletion=complete_from(*library_names()), help=(
-    f"The table's folder, or the name of one that comes with Slipstream: {', '.join(library_names())}."))]
-Normalise = Annotated[bool, typer.Option("--normalise", help=(
-    "Let live workers take over roles of other stages, whose layers they load first, where that shortens the "
-    "period."))]
-Settled = Annotated[bool, typer.Option("--settled", help=(
-    "The answer to come to, for which layers move, instead of the one that runs at once."))]
-AT_ONCE, ROLES_MOVED, SETTLED = "at once", "roles moved", "settled"
-"""Kinds of answers: layers in place, roles moved, or layers moved for even load."""
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        autocompletion=complete_from(*library_names()),
+        help=(
+            "The table's folder, or the name of one that comes with Slipstream: "
+            f"{', '.join(library_names())}."
+        ),
+    ),
+]
+Normalise = Annotated[
+    bool,
+    typer.Option(
+        "--normalise",
+        help=(
+            "Let live workers take over roles of other stages, whose layers they load first, "
+            "where that shortens the period."
+        ),
+    ),
+]
+Settled = Annotated[
+    bool,
+    typer.Option(
+        "--settled",
+        help=(
+            "The answer to come to, for which layers move, instead of the one that runs at once."
+        ),
+    ),
+]
+AT_ONCE = "at once"
+"""Kind of answer in which all layers stay in place."""
+ROLES_MOVED = "roles moved"
+"""Kind of answer in which live workers take over roles of dead ones."""
+SETTLED = "settled"
+"""Kind of answer in which layers move to even out the load."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Schedule that answers a look-up, with its entry's key and the seconds it took."""
+    """Schedule that answers a look-up, its entry, and the seconds that it took."""
 
+    # Key of the schedule's entry in the table; None: the schedule was planned on the spot.
     key: str | None
     schedule: Schedule
     seconds: float
@@ -68,25 +104,33 @@ class _Answer(msgspec.Struct, frozen=True):
         return SETTLED if layers_received(self.schedule) else AT_ONCE
 
 
-def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None, normalise: Normalise = False,
-           settled: Settled = False, out_file: OutFile = None,
-           force: Force = False,  # noqa: ARG001  # read by the overwrite guard
-           json: Json = False) -> None:
+def lookup(
+    folder: Folder,
+    failed: Failed = None,
+    failed_node: FailedNode = None,
+    normalise: Normalise = False,
+    settled: Settled = False,
+    out_file: OutFile = None,
+    force: Force = False,  # noqa: ARG001  # read by the overwrite guard
+    json: Json = False,
+) -> None:
     """Look up the schedule for the workers that are down, and say who plays which role.
 
-    The answer that runs at once leaves all layers in place. Failures that the table does not cover are planned on the
-    spot, with list schedulers.
+    The answer that runs at once leaves all layers in place. Failures that the table does not cover
+    are planned on the spot, with list schedulers.
     """
     down = parse_workers("--failed", failed or [])
     require_writable(out_file)
+    # Find the answer in the table, or plan it, if the table does not cover these failures.
     if normalise and settled:
         refuse("--normalise moves whole roles, --settled any layers: take one")
     table = load_table_or_refuse(folder)
     try:
         if failed_node:
             down = failed_workers(_read_job(table), failed, failed_node)
-        answer = _look_up_entry(table, down, normalise=normalise, settled=settled) or \
-            _plan_answer(table, down, normalise=normalise, settled=settled)
+        answer = _look_up_entry(table, down, normalise=normalise, settled=settled) or _plan_answer(
+            table, down, normalise=normalise, settled=settled
+        )
     except TableError as error:
         refuse(error)
     except ValueError as error:
@@ -97,16 +141,20 @@ def lookup(folder: Folder, failed: Failed = None, failed_node: FailedNode = None
     if out_file is not None:
         write_or_refuse(out_file, encode_or_refuse(answer.schedule))
     if json:
-        print_json(_build_report(answer))
+        print_json(_build_answer(answer))
         return
     _print_answer(answer, table)
     if out_file is not None:
         err.print(f"written to {out_file}", soft_wrap=True)
 
 
-def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer | None:
-    """Return the table's answer for the workers that are down; None without an entry."""
-    look_up = partial(table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes)
+def _look_up_entry(
+    table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool
+) -> _Answer | None:
+    """Return the table's answer for the workers `down`; None if it has no entry."""
+    look_up = partial(
+        table.lookup, down, settled=settled, roles_move=normalise, nodes=_read_job(table).nodes
+    )
     result = look_up()  # the first use of an entry checks it: the second is timed
     if result is None:
         return None
@@ -117,30 +165,62 @@ def _look_up_entry(table: Table, down: tuple[Worker, ...], *, normalise: bool, s
     return _Answer(result.key, result.schedule, seconds)
 
 
-def _plan_answer(table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool) -> _Answer:
+def _plan_answer(
+    table: Table, down: tuple[Worker, ...], *, normalise: bool, settled: bool
+) -> _Answer:
+    # What the table covers, to explain why it has no answer.
     names = ", ".join(map(str, down)) or "no worker"
     limit = table.index.max_failures
-    coverage = f"up to {limit} failure{'s' * (limit != 1)}" + (" and their patterns" if table.index.exact else "")
-    coverage += " and one or two nodes" if any(row.nodes for row in table.rows()) else ""
-    coverage += " that leave every stage a live worker" if dead_column(down, table.basis.grid) is not None else ""
+    coverage = f"up to {limit} failure{'s' * (limit != 1)}" + (
+        " and their patterns" if table.index.exact else ""
+    )
+    if any(row.nodes for row in table.rows()):
+        coverage += " and one or two nodes"
+    coverage += (
+        " that leave every stage a live worker"
+        if dead_column(down, table.basis.grid) is not None
+        else ""
+    )
+    # Say why it takes longer than a lookup.
     if not (normalise or settled) and table.lookup(down, roles_move=True) is not None:
-        err.print(f"{names} down: in the table only with roles moved (--normalise); planning on the spot with layers "
-                  "in place", style="yellow", soft_wrap=True)
+        err.print(
+            f"{names} down: in the table only with roles moved (--normalise); planning on the "
+            "spot with layers in place",
+            style="yellow",
+            soft_wrap=True,
+        )
     else:
-        kept = "" if normalise or settled else " with layers in place (with layers moved: --settled)"
-        err.print(f"{names} down: not in the table, which covers {coverage}; planning on the spot{kept}",
-                  style="yellow", soft_wrap=True)
+        kept = (
+            "" if normalise or settled else " with layers in place (with layers moved: --settled)"
+        )
+        err.print(
+            f"{names} down: not in the table, which covers {coverage}; planning on the spot{kept}",
+            style="yellow",
+            soft_wrap=True,
+        )
+    # Plan with the table's own options, so that the answer could be one of its entries.
     start_time = time.monotonic()
     basis, job = table.basis, _read_job(table)
-    options = PlanOptions(backward=basis.backward, optimizer=basis.optimizer, method="greedy", seed=basis.seed,
-                          time_limit=PLAN_SECONDS, layers="move" if settled else "fixed", slices=settled)
+    options = PlanOptions(
+        backward=basis.backward,
+        optimizer=basis.optimizer,
+        method="greedy",
+        seed=basis.seed,
+        time_limit=PLAN_SECONDS,
+        layers="move" if settled else "fixed",
+        slices=settled,
+    )
     try:
         compile_planner()
-        recomputation = find_recomputation(table.folder / "job.toml", job, options)  # as for the table's entries
+        # As for the table's entries.
+        recomputation = find_recomputation(table.folder / "job.toml", job, options)
         given, job = job, job if recomputation is None else recomputation.job
         plan = normalised(job, down, options) if normalise else plan_only(options, job, down)
-        schedule = plan.schedule if recomputation is None else \
-            with_bound_of_choices(plan.schedule, given, options, down)
+        schedule = (
+            plan.schedule
+            if recomputation is None
+            else with_bound_of_choices(plan.schedule, given, options, down)
+        )
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
@@ -156,7 +236,7 @@ def _read_job(table: Table) -> Job:
         refuse(error)
 
 
-def _build_report(answer: _Answer) -> dict[str, object]:
+def _build_answer(answer: _Answer) -> dict[str, object]:
     schedule = answer.schedule
     return {
         "period": schedule.seconds(schedule.period_ticks),
@@ -172,12 +252,18 @@ def _build_report(answer: _Answer) -> dict[str, object]:
 
 def _print_answer(answer: _Answer, table: Table) -> None:
     schedule = answer.schedule
-    how = f"{answer.kind}, " + (f"entry {answer.key}" if answer.key is not None else "planned on the spot")
+    how = f"{answer.kind}, " + (
+        f"entry {answer.key}" if answer.key is not None else "planned on the spot"
+    )
     whole = next((row.period for row in table.rows() if row.failures == 0), None)
     period = schedule.seconds(schedule.period_ticks)
     share = f", throughput {whole / period:.1%} of fault-free" if whole else ""
-    out.print(f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", soft_wrap=True)
+    out.print(
+        f"period {duration(period)}{share}; {how}, in {duration(answer.seconds)}", soft_wrap=True
+    )
     moved = sum(map(len, layers_received(schedule).values()))
-    for line in [*(role_change_lines(schedule) or ["every live worker keeps its role"]),
-                 *([f"layers to move: {moved}"] if moved else [])]:
+    for line in [
+        *(role_change_lines(schedule) or ["every live worker keeps its role"]),
+        *([f"layers to move: {moved}"] if moved else []),
+    ]:
         out.print(line, soft_wrap=True)

@@ -15,28 +15,49 @@ from slipstream.cli.figures.failure_cost import reproduce_failure_cost
 from slipstream.cli.figures.figure import Figure
 from slipstream.cli.figures.memory_curves import reproduce_curves
 from slipstream.cli.figures.unlike_layers import reproduce_unlike_layers
-from slipstream.cli.shared.console import LogProgress, err, out, print_json, refuse, watch_interrupts
+from slipstream.cli.shared.console import (
+    LogProgress,
+    err,
+    out,
+    print_json,
+    refuse,
+    watch_interrupts,
+)
 from slipstream.cli.shared.options import Json, require_choice, require_writable, write_or_refuse
 from slipstream.cli.shared.planning import compile_planner
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.published.unlike_layers import LARGER
 
 FIGURES: Mapping[str, Callable[[CountCallback], Figure]] = {
-    "failure-cost": reproduce_failure_cost, "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),
-    "curves": reproduce_curves, "unlike-layers": reproduce_unlike_layers,
-    "unlike-layers-large": partial(reproduce_unlike_layers, models=LARGER, name="unlike-layers-large")}
+    "failure-cost": reproduce_failure_cost,
+    "failure-cost-exposed": partial(reproduce_failure_cost, exposed=True),
+    "curves": reproduce_curves,
+    "unlike-layers": reproduce_unlike_layers,
+    "unlike-layers-large": partial(
+        reproduce_unlike_layers, models=LARGER, name="unlike-layers-large"
+    ),
+}
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(FIGURES)}.")]
-OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")]
-NoPicture = Annotated[bool, typer.Option("--no-picture", help="Leave the picture out: it needs matplotlib.")]
+OutFolder = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.md and NAME.png go.")
+]
+NoPicture = Annotated[
+    bool, typer.Option("--no-picture", help="Leave the picture out: it needs matplotlib.")
+]
 
 
-def reproduce(name: Name, folder: OutFolder = Path("reproduction"), no_picture: NoPicture = False,
-              json: Json = False) -> None:
+def reproduce(
+    name: Name,
+    folder: OutFolder = Path("reproduction"),
+    no_picture: NoPicture = False,
+    json: Json = False,
+) -> None:
     """Reproduce a table of the documentation: as table, JSON and picture.
 
-    Computes again the results that a page of the documentation shows, and writes them as NAME.md, NAME.json and
-    NAME.png. That takes minutes; a bar, or lines in a log, tell how far it is.
+    Computes again the results that a page of the documentation shows, and writes them as NAME.md,
+    NAME.json and NAME.png. That takes minutes; a bar, or lines in a log, tell how far it is.
     """
+    # Find what is missing before minutes of planning.
     require_choice("figure", name, FIGURES)
     require_writable(folder / f"{name}.json")
     draw = None if no_picture else _import_drawing()
@@ -67,10 +88,17 @@ def _import_drawing() -> Callable[[Figure], bytes]:
 
 
 def _compute_figure(name: str) -> Figure:
-    """Return the figure of this name; show progress, in a log as lines, on stderr."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (watch_interrupts() as check_interrupt,
-          Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar):
+    """Return the figure of this name; show progress on stderr, in a log as lines."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with (
+        watch_interrupts() as check_interrupt,
+        Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar,
+    ):
         task, log = bar.add_task(name, total=None), LogProgress(name, "steps")
         log.show_work("planning, for some minutes")  # the first step may take as long
 
@@ -83,7 +111,9 @@ def _compute_figure(name: str) -> Figure:
 
 
 def _format_cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _print_figure(figure: Figure) -> None:
@@ -98,9 +128,15 @@ def _print_figure(figure: Figure) -> None:
 
 
 def render_markdown(figure: Figure) -> str:
-    """Return the table, findings and assumptions of the figure in Markdown."""
-    lines = [f"# {figure.title}", "", "| " + " | ".join(figure.header) + " |", "|" + "---|" * len(figure.header)]
+    """Return a figure's table, findings and assumptions, in Markdown."""
+    lines = [
+        f"# {figure.title}",
+        "",
+        "| " + " | ".join(figure.header) + " |",
+        "|" + "---|" * len(figure.header),
+    ]
     lines += ["| " + " | ".join(map(_format_cell, row)) + " |" for row in figure.rows]
-    lines += ["", *(f"- {name}: {value:.4g}" for name, value in figure.findings.items()), "", "Assumed:", "",
-              *(f"- {assumption}" for assumption in figure.assumptions)]
+    findings = [f"- {name}: {value:.4g}" for name, value in figure.findings.items()]
+    assumptions = [f"- {assumption}" for assumption in figure.assumptions]
+    lines += ["", *findings, "", "Assumed:", "", *assumptions]
     return "\n".join(lines) + "\n"

@@ -1,20 +1,16 @@
-"""Define the entry point, which handles Ctrl-C before it imports anything else."""
+"""Define the program's entry point, which can handle Ctrl-C before all else is imported."""
 
 import sys
 
 PROGRAM = "slipstream"
-"""Name of the program.
-
-It is also the context object of a command that was started from the command line, and may therefore
-fork the process.
-"""
+"""Name of the program; as a command's context object, it says that forking is allowed."""
 
 
 def main() -> None:
     """Run the command line.
 
-    At any time, Ctrl-C ends the program with one line and exit status 130, and a full disk with
-    exit status 2.
+    Ctrl-C ends it at any time with one line and exit status 130, a full disk with status 2, and a
+    closed pipe without a line and with status 141.
     """
     try:
         import io
@@ -36,7 +32,8 @@ def main() -> None:
     except KeyboardInterrupt:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C during cleanup ends it at once
+        # A second Ctrl-C during cleanup ends it at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stderr.write("slipstream: interrupted\n")
         sys.exit(130)
     except OSError as error:
@@ -45,52 +42,79 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE):
             raise
         _discard_output()
-        if error.errno == errno.EPIPE:  # nobody reads on, as in `| head`: no answer, and so not the status of a "no"
+        # Nobody reads on, as in `| head`: no answer, and so not the status of a "no".
+        if error.errno == errno.EPIPE:
             sys.exit(141)
-        sys.stderr.write(f"slipstream: {error.filename or 'the answer'} cannot be written: {error.strerror}\n")
+        sys.stderr.write(
+            f"slipstream: {error.filename or 'the answer'} cannot be written: {error.strerror}\n"
+        )
         sys.exit(2)
 
 
-SIMILAR = {"·": ".", "╳": "x", "×": "x", "─": "-", "–": "-", "━": "-", "│": "|", "┃": "|", "█": "#", "→": ">", "µ": "u",
-           "±": "~", "≥": ">", "≤": "<", "…": "."}
-"""Replacement of characters that an encoding may lack; any other becomes `?`."""
+SIMILAR = {
+    "·": ".",
+    "╳": "x",
+    "×": "x",
+    "─": "-",
+    "–": "-",
+    "━": "-",
+    "│": "|",
+    "┃": "|",
+    "█": "#",
+    "→": ">",
+    "µ": "u",
+    "±": "~",
+    "≥": ">",
+    "≤": "<",
+    "…": ".",
+}
+"""Replacements of characters that an encoding may lack; all others become `?`."""
 
 
 def _substitute_unencodable() -> None:
-    """Make stdout and stderr write similar characters for those their encoding lacks."""
+    """Make stdout and stderr replace characters that their encoding lacks by similar ones."""
     import codecs
     import io
 
     def replace_unencodable(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
             raise error
-        return "".join(SIMILAR.get(character, "?") for character in error.object[error.start:error.end]), error.end
+        return "".join(
+            SIMILAR.get(character, "?") for character in error.object[error.start : error.end]
+        ), error.end
 
     codecs.register_error("slipstream.like", replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+        if (
+            isinstance(stream, io.TextIOWrapper)
+            and stream.encoding.lower().replace("-", "") != "utf8"
+        ):
             stream.reconfigure(errors="slipstream.like")
 
 
 def _flush_stdout() -> None:
-    """Flush stdout here: errors of the interpreter's flush could not be handled."""
+    """Flush stdout while errors can still be handled; the interpreter does it too late."""
 
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit with status `code` at once if threads still plan for an ended run."""
+    """Exit with status `code` at once, if threads still plan for an ended run."""
+    # Otherwise the interpreter would wait for them.
     import os
     import threading
 
     if any(thread.name == "planning" for thread in threading.enumerate()):
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+        if code is None:
+            os._exit(0)
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _discard_output() -> None:
     """Discard the output that is still in the buffer of stdout."""
+    # The interpreter writes the buffer at its end, which would fail again.
     import os
 
     if sys.stdout is not None:

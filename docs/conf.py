@@ -1,6 +1,6 @@
-"""Builds the documentation: pages here, the command reference from the commands, the API from the docstrings.
+"""Build the documentation: pages here, commands from their help, the API from docstrings.
 
-    make docs        (any warning is an error)
+make docs        (any warning is an error)
 """
 
 import sys
@@ -32,13 +32,27 @@ suppress_warnings = ["ref.python"]
 PROSE: dict[str, list[str]] = {}
 
 
-def keep_prose(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:  # noqa: ARG001
-    """Before napoleon, which takes what stands before a colon in the text of an attribute for its type."""
+def keep_prose(
+    app: Any,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    lines: list[str],
+) -> None:
+    """Keep an attribute's text from napoleon, which reads a type before a colon."""
     if what in ("attribute", "data", "property"):
         PROSE[name] = list(lines)
 
 
-def restore_prose(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:  # noqa: ARG001
+def restore_prose(
+    app: Any,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    lines: list[str],
+) -> None:
     """After it."""
     lines[:] = PROSE.pop(name, lines)
 

@@ -17,7 +17,12 @@ DEAD = Worker(1, 2)
 def write_commands(path: Path) -> None:
     """Write the command reference, from the commands themselves."""
     path.parent.mkdir(exist_ok=True)
-    lines = ["# Commands", "", "`slipstream COMMAND`; the same is in `slipstream COMMAND --help`.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "`slipstream COMMAND`; the same is in `slipstream COMMAND --help`.",
+        "",
+    ]
     for name in COMMANDS:
         lines += [f"## {name}", "", *_described(load_command(name), name)]
     path.write_text("\n".join(lines) + "\n")
@@ -26,7 +31,13 @@ def write_commands(path: Path) -> None:
 def _described(command: Any, name: str) -> Iterator[str]:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     usage = " ".join(one.metavar or (one.name or "").upper() for one in arguments)
-    yield from (f"```text\nslipstream {name} [OPTIONS] {usage}".rstrip(), "```", "", command.help or "", "")
+    yield from (
+        f"```text\nslipstream {name} [OPTIONS] {usage}".rstrip(),
+        "```",
+        "",
+        command.help or "",
+        "",
+    )
     options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     if arguments or options:
         yield from ("| | |", "|---|---|")

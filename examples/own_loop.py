@@ -1,10 +1,11 @@
-"""A training loop of one's own that replays a plan: layers, loss, optimizer and data are the program's.
+"""A training loop of one's own that replays a plan.
 
     torchrun --nproc-per-node 8 examples/own_loop.py
 
-Three pipelines of three stages; worker 1.1 is dead, so eight processes train. Its peers 0.1 and 2.1
-run its micro-batches. Each process is one live worker. There is no coordinator, job file or run
-folder. The losses equal those of one process.
+Layers, loss, optimizer and data are the program's. Three pipelines of three stages; worker 1.1 is
+dead, so eight processes train, each as one live worker. Its peers 0.1 and 2.1 run its
+micro-batches. There is no coordinator, job file or run folder. The losses equal those of one
+process.
 """
 
 import os
@@ -29,7 +30,10 @@ all_reduce = 1
 layers = [2, 2, 2]
 """
 DEAD = "1.1"
-LAYERS, VOCABULARY, WIDTH, TOKENS = 6, 32, 16, 8
+LAYERS = 6
+VOCABULARY = 32
+WIDTH = 16
+TOKENS = 8
 ITERATIONS = 5
 TOLERANCE = 1e-9
 
@@ -55,7 +59,7 @@ def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def read_microbatch(iteration: int, pipeline: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return input and target: counting, from a start that depends on the name of the micro-batch."""
+    """Return input and target: tokens that count on from a start that differs by micro-batch."""
     start = 7 * iteration + 5 * pipeline + 3 * index
     tokens = (torch.arange(TOKENS + 1) + torch.tensor([[start], [start + 11]])) % VOCABULARY
     return tokens[:, :-1], tokens[:, 1:]
@@ -79,19 +83,24 @@ def train_alone(microbatches: tuple[int, ...]) -> list[float]:
 
 
 def main() -> None:
-    """Plan, replay in this process's part, compare."""
+    """Plan, replay what this process has to run, and compare with one process."""
     job = parse_job(JOB)
     # Counted steps instead of seconds: every process plans the same schedule.
     schedule = slipstream.plan(job, [DEAD], slipstream.PlanOptions(steps=2000)).schedule
-    with slipstream.replay(schedule, layers=build_layer, loss=compute_loss, optimizer=make_optimizer,
-                           data=read_microbatch) as part:
+    with slipstream.replay(
+        schedule,
+        layers=build_layer,
+        loss=compute_loss,
+        optimizer=make_optimizer,
+        data=read_microbatch,
+    ) as part:
         losses = [part.run(iteration) for iteration in range(ITERATIONS)]
     if os.environ.get("RANK", "0") == "0":
         alone = train_alone(job.microbatches)
         print(" one process  8 processes")
-        for one, replayed in zip(alone, losses, strict=True):
-            print(f"{one:12.9f} {replayed:12.9f}")
-            assert abs(one - replayed) < TOLERANCE
+        for loss, replayed in zip(alone, losses, strict=True):
+            print(f"{loss:12.9f} {replayed:12.9f}")
+            assert abs(loss - replayed) < TOLERANCE
         print(f"equal to {TOLERANCE:g}")
 
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own that torchrun starts again with fewer nodes, from a checkpoint.
+"""A loop that torchrun starts again with fewer nodes, from a checkpoint.
 
 `python examples/torch_restart.py` rehearses it here: of four agents of torchrun, one for each
 worker, one is killed, and the others start anew, with the plan for three. With real machines, use
@@ -33,9 +33,17 @@ from slipstream.schedules.files import write_atomically
 
 JOB = """pipelines = 2\nstages = 2\nmicrobatches = 3
 time = {forward = 1, backward_input = 1, backward_weight = 1, optimizer = 2}"""
-STAGES, PIPELINES, MICROBATCHES, WIDTH, SAMPLES = 2, 2, 3, 16, 2
+STAGES = 2
+PIPELINES = 2
+MICROBATCHES = 3
+WIDTH = 16
+SAMPLES = 2
 WORKERS = [f"{pipeline}.{stage}" for pipeline, stage in product(range(PIPELINES), range(STAGES))]
-ITERATIONS, KILLED_IN, TOLERANCE, DONE = 6, 3, 1e-12, "equal to"
+ITERATIONS = 6
+KILLED_IN = 3
+"""Iteration in which a worker is killed."""
+TOLERANCE = 1e-12
+DONE = "equal to"
 TABLE = "table job.toml --max-failures 1 --exact --optimizer synchronous --method greedy --steps 50"
 TORCHRUN = "--nnodes 3:4 --max-restarts 99 --rdzv-backend c10d --local-addr 127.0.0.1"
 LIMITS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"  # s, s, times
@@ -75,10 +83,11 @@ def meet(worker: str, folder: Path) -> tuple[set[str], int]:
     saved = Counter(int(path.stem.split("-")[1]) for path in folder.glob("*.pt"))
     whole = (iteration for iteration, files in saved.items() if files == STAGES)
     distributed.init_process_group("gloo")
-    own = torch.tensor([WORKERS.index(worker), max(whole, default=0)])
-    told = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(told, own)
-    return {WORKERS[int(number)] for number, _ in told}, min(int(last) for _, last in told)
+    state = torch.tensor([WORKERS.index(worker), max(whole, default=0)])
+    states = [torch.empty_like(state) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(states, state)
+    live = {WORKERS[int(number)] for number, _ in states}
+    return live, min(int(last) for _, last in states)
 
 
 def train(table: str, folder: Path) -> list[float]:
@@ -101,9 +110,11 @@ def train(table: str, folder: Path) -> list[float]:
         if iteration == KILLED_IN and worker == WORKERS[-1]:
             os.kill(os.getppid(), signal.SIGKILL)  # the agent, as if the node were gone
             os.kill(os.getpid(), signal.SIGKILL)
-        own: list[Tensor] = []
-        schedule.step_samples(partial(read_microbatch, iteration), own)
-        losses.append(place.commit(sum(loss.item() for loss in own) / place.routes.microbatches))
+        losses_here: list[Tensor] = []
+        schedule.step_samples(partial(read_microbatch, iteration), losses_here)
+        losses.append(
+            place.commit(sum(loss.item() for loss in losses_here) / place.routes.microbatches)
+        )
         for stage, optimizer in optimizers.items():
             optimizer.step()
             optimizer.zero_grad()
@@ -116,21 +127,44 @@ def train(table: str, folder: Path) -> list[float]:
 
 
 def rehearse() -> None:
-    """Start an agent for each worker, of which the last is killed, and wait for what they say."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as name, ExitStack() as started:
+    """Start an agent for each worker, kill the last, and wait for the comparison."""
+    with tempfile.TemporaryDirectory() as name, socket.socket() as holder, ExitStack() as started:
+        # A free port, which no other process is given before torchrun listens on it.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
         Path(name, "job.toml").write_text(JOB)
-        subprocess.run([sys.executable, "-m", "slipstream", *TABLE.split(), "--out", "table"],
-                       cwd=name, check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [sys.executable, "-m", "slipstream", *TABLE.split(), "--out", "table"],
+            cwd=name,
+            check=True,
+            capture_output=True,
+        )
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         errors = started.enter_context(Path(name, "errors").open("w"))
-        agents = [started.enter_context(subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split(),
-             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf",
-             f"is_host={worker == WORKERS[0]},{LIMITS}", __file__, f"{name}/table", name],
-            env=os.environ | {"SLIPSTREAM_WORKER": worker}, stdout=subprocess.PIPE, stderr=errors,
-            text=True)) for worker in WORKERS]
+        agents = [
+            started.enter_context(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        *TORCHRUN.split(),
+                        "--rdzv-endpoint",
+                        f"127.0.0.1:{holder.getsockname()[1]}",
+                        "--rdzv-conf",
+                        f"is_host={worker == WORKERS[0]},{LIMITS}",
+                        __file__,
+                        f"{name}/table",
+                        name,
+                    ],
+                    env=os.environ | {"SLIPSTREAM_WORKER": worker},
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            )
+            for worker in WORKERS
+        ]
         started.callback(lambda: [agent.terminate() for agent in agents])
         for line in agents[0].stdout or ():
             print(line, end="", flush=True)
@@ -143,8 +177,11 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         rehearse()
     else:
-        own, alone = train(sys.argv[1], Path(sys.argv[2])), train_alone()
+        losses, alone = train(sys.argv[1], Path(sys.argv[2])), train_alone()
         if os.environ["SLIPSTREAM_WORKER"] == WORKERS[0]:
-            print("alone", *alone, "\nhere", *own)
-            assert max(abs(one - other) for one, other in zip(alone, own, strict=True)) < TOLERANCE
+            print("alone", *alone, "\nhere", *losses)
+            assert (
+                max(abs(loss - other) for loss, other in zip(alone, losses, strict=True))
+                < TOLERANCE
+            )
             print(f"{DONE} {TOLERANCE:g}", flush=True)

@@ -1,13 +1,15 @@
-"""torchtitan's own Trainer, in which a worker is killed and the others go on without a restart.
+"""Train with torchtitan's own Trainer, which goes on when a worker is killed.
 
     python examples/torchtitan_rerouted.py
 
-rehearses it on CPUs: it plans a table of schedules, and trains torchtitan's llama3 debug model twice under
-torchrun, on a "machine" of three workers and another of one, which is killed the second time, in step 3.
-Losses are the same. With machines, a model and data of your own, write a function like `llama3` in
-torchtitan_config.py, and start as many processes as workers, or more with tensor parallelism or shards:
+rehearses it on CPUs: it plans a table of schedules, and trains torchtitan's llama3 debug model
+twice under torchrun, on a "machine" of three workers and another of one, which is killed the second
+time, in step 3. Losses are the same. With machines, a model and data of your own, write a function
+like `llama3` in torchtitan_config.py, and start as many processes as workers, or more with tensor
+parallelism or shards:
 
-    torchrun --nnodes 4 --nproc-per-node 1 ... -m torchtitan.train --module torchtitan_config --config llama3
+    torchrun --nnodes 4 --nproc-per-node 1 ... -m torchtitan.train \\
+        --module torchtitan_config --config llama3
 """
 
 import os
@@ -46,26 +48,63 @@ def train_on_cpus() -> None:
 
     cpu: Any = torch.cpu
     cpu.get_device_properties = lambda _=None: SimpleNamespace(total_memory=2**34, name="CPU")
-    cpu.get_device_name, cpu.memory_stats, cpu.current_device = lambda _=None: "CPU", lambda _=None: {}, lambda: 0
+    cpu.get_device_name, cpu.memory_stats, cpu.current_device = (
+        lambda _=None: "CPU",
+        lambda _=None: {},
+        lambda: 0,
+    )
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda _=None: None
     utils.set_pg_timeouts = lambda **_: None
     train.main()
 
 
 def run(folder: Path, killed: str) -> list[float]:
-    """Train on two machines; return the losses."""
+    """Train on two machines, and kill rank `killed` ("": none); return the losses."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1",
-                "--master-port", port]
-    program = [__file__, "--module", "torchtitan_config", "--config", "llama3", "--dump_folder", folder]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+    ]
+    program = [
+        __file__,
+        "--module",
+        "torchtitan_config",
+        "--config",
+        "llama3",
+        "--dump_folder",
+        folder,
+    ]
     losses: dict[str, float] = {}
     with (folder / "errors").open("w") as errors, ExitStack() as started:
-        machines = [started.enter_context(subprocess.Popen(
-            [*torchrun, "--node-rank", str(rank), "--nproc-per-node", str(workers), *program], stdout=subprocess.PIPE,
-            stderr=errors, text=True, env=os.environ | {"TABLE": str(folder / "table"), "KILLED": killed}))
-            for rank, workers in enumerate((3, 1))]
-        started.callback(lambda: [machine.terminate() for machine in machines])  # torchrun waits for the dead one
+        machines = [
+            started.enter_context(
+                subprocess.Popen(
+                    [
+                        *torchrun,
+                        "--node-rank",
+                        str(rank),
+                        "--nproc-per-node",
+                        str(workers),
+                        *program,
+                    ],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=os.environ | {"TABLE": str(folder / "table"), "KILLED": killed},
+                )
+            )
+            for rank, workers in enumerate((3, 1))
+        ]
+        # Torchrun waits for the dead one.
+        started.callback(lambda: [machine.terminate() for machine in machines])
         for line in machines[0].stdout or ():
             if found := re.search(r"(step: +\d+) +loss: +([\d.]+)", line):
                 losses[found[1]] = float(found[2])
@@ -81,12 +120,32 @@ def rehearse() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(JOB)
-        subprocess.run([sys.executable, "-m", "slipstream", "table", folder / "job.toml", "--max-failures", "1",
-                        "--exact", "--optimizer", "synchronous", "--method", "greedy", "--steps", "50",
-                        "--out", folder / "table"], check=True, capture_output=True, timeout=300)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "slipstream",
+                "table",
+                folder / "job.toml",
+                "--max-failures",
+                "1",
+                "--exact",
+                "--optimizer",
+                "synchronous",
+                "--method",
+                "greedy",
+                "--steps",
+                "50",
+                "--out",
+                folder / "table",
+            ],
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
         whole, killed = run(folder, ""), run(folder, str(KILLED_RANK))
-    print(*(f"{one:.5f} {other:.5f}" for one, other in zip(whole, killed, strict=True)), sep="\n")
-    assert max(abs(one - other) for one, other in zip(whole, killed, strict=True)) < TOLERANCE
+    print(*(f"{loss:.5f} {other:.5f}" for loss, other in zip(whole, killed, strict=True)), sep="\n")
+    assert max(abs(loss - other) for loss, other in zip(whole, killed, strict=True)) < TOLERANCE
     print(f"equal to {TOLERANCE:g}")
 
 

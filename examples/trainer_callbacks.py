@@ -1,4 +1,7 @@
-"""A learning rate, a loader and a callback as transformers' Trainer has them, around a run that loses worker 1.1."""
+"""A learning rate, a loader and a callback as transformers' Trainer has them.
+
+The run that calls them loses worker 1.1.
+"""
 
 import tempfile
 
@@ -33,19 +36,32 @@ class Loader:
     """The samples of an iteration, from a DataLoader that is shuffled by the iteration's number."""
 
     digest = "counting, version 1"
+
     def __init__(self, config):
         self._batch, starts = config.training.batch, torch.arange(64)[:, None]
-        self._data = TensorDataset((starts + torch.arange(config.model.context + 1)) % config.model.vocabulary)
+        self._data = TensorDataset(
+            (starts + torch.arange(config.model.context + 1)) % config.model.vocabulary
+        )
 
     def samples(self, iteration, count):
-        """`count` micro-batches of inputs and targets."""
-        loader = DataLoader(self._data, self._batch, shuffle=True, generator=torch.Generator().manual_seed(iteration))
-        return [(tokens[:, :-1], tokens[:, 1:]) for _, (tokens,) in zip(range(count), loader, strict=False)]
+        """Return `count` micro-batches, each as inputs and targets."""
+        loader = DataLoader(
+            self._data,
+            self._batch,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(iteration),
+        )
+        return [
+            (tokens[:, :-1], tokens[:, 1:])
+            for _, (tokens,) in zip(range(count), loader, strict=False)
+        ]
 
 
 def told(line):
-    """One of the Trainer's callbacks is called for each iteration that is committed."""
-    PrinterCallback().on_log(None, TrainerState(), TrainerControl(), {"loss": line.loss, "rate": line.learning_rate})
+    """Tell one of the Trainer's callbacks of a committed iteration."""
+    PrinterCallback().on_log(
+        None, TrainerState(), TrainerControl(), {"loss": line.loss, "rate": line.learning_rate}
+    )
 
 
 if __name__ == "__main__":
@@ -53,8 +69,18 @@ if __name__ == "__main__":
     planner = slipstream.FailurePlanner(job, first := slipstream.plan(job).schedule)
     with tempfile.TemporaryDirectory() as folder:
         result = slipstream.train(
-            job, out=folder, schedule=first, options=slipstream.RunOptions(observe_iteration=told),
-            resilience=slipstream.Resilience(scheduler=planner.after, injections=(Injection(dies, 3),),
-                                             returns=(Return(dies, 5),)))
+            job,
+            out=folder,
+            schedule=first,
+            options=slipstream.RunOptions(observe_iteration=told),
+            resilience=slipstream.Resilience(
+                scheduler=planner.after,
+                injections=(Injection(dies, 3),),
+                returns=(Return(dies, 5),),
+            ),
+        )
     expected = reference_run(parse_run_config(job.model, job.training), job.microbatches, 20)
-    assert all(abs(ours - theirs) < 1e-9 for ours, theirs in zip(result.losses, expected.losses, strict=True))
+    assert all(
+        abs(ours - theirs) < 1e-9
+        for ours, theirs in zip(result.losses, expected.losses, strict=True)
+    )

@@ -3,31 +3,32 @@
     job/             the job file
     model/           the scheduling problem, its bounds, its arrays
     search/          searches for the best solution
-    layout/          layouts: which worker holds which layers, and the route of each micro-batch
+    layout/          layouts: which worker holds which layers, and routes of micro-batches
     plan             one checked schedule for a job and its failures (`options`)
     candidates       what is tried for them: the problem in place, and layouts
     reference        the fault-free period that plans are compared with
     bounding         problems from which the bounds of a job are proven
-    periods          periods by the number of failed workers of each stage, for simulations that need hundreds of them
-    overlapped       gradient reductions that overlap compute, added to a plan made without them
+    periods          periods by the number of failed workers of each stage, for simulations
+    overlapped       gradient reductions that overlap compute, added to a plan without them
     params           parameters of the searches
-    budget           limits of a search (seconds or counted steps), its seed, how to stop it, its progress
-    kernel/          the inner loops (`loops`: machine code or plain Python; `compiled`: when they are compiled)
-    blockwise        a plan of a block of micro-batches, repeated until all of many micro-batches are done
+    budget           limits of a search: seconds or steps, its seed, stop and progress
+    kernel/          the inner loops (`loops`: compiled or not; `compiled`: when they are)
+    blockwise        a plan of a block of micro-batches, repeated until all are done
     normalise        the choice of the roles that stay vacant, for a number of failures
-    comparison       candidates compared by their plans, all in a share of the time, then the best few again
+    exchange         roles exchanged among unlike workers
+    comparison       candidates compared by their plans: all, then the best few again
     recompute        the choice of the stages that recompute their activations
     placement        the choice of virtual stages, their workers and their layers
     failures         schedules that a run requests when workers fail, slow down or return
-    report           what a plan moves, how long that takes, when it pays off; alternatives; `slipstream plan --json`
+    report           what a plan moves, its alternatives, and `slipstream plan --json`
     tables/          builders of schedule tables
     bound_verifier   a second proof of the lower bound that a schedule file states
-    stated_question  where a schedule file contradicts itself about the question that its bound answers
-    simulation/      what failures cost over days, under several policies; nothing else here imports it
-    published/       published pipelines and layers, and plans for the same; nothing else here imports it
+    stated_question  contradictions of a schedule file about what its bound answers
+    simulation/      what failures cost over days; nothing else here imports it
+    published/       published pipelines, and plans for the same; nothing else here imports it
 
-Other programs use the names below. Each is imported at its first use, so that reading a job does not wait for the
-solver.
+Other programs use the names below. Each is imported at its first use, so that reading a job does
+not wait for the solver.
 """
 
 import importlib
@@ -46,14 +47,22 @@ if TYPE_CHECKING:
     from slipstream.planner.plan import plan_job as plan_job
 
 _HOMES = {
-    "Job": "job.file", "JobError": "job.file", "parse_job": "job.file", "read_job": "job.file",
-    "FailurePlanner": "failures", "NoPlanError": "model.problem", "Plan": "plan", "plan_job": "plan",
-    "PlanOptions": "options", "normalised": "normalise",
+    "Job": "job.file",
+    "JobError": "job.file",
+    "parse_job": "job.file",
+    "read_job": "job.file",
+    "FailurePlanner": "failures",
+    "NoPlanError": "model.problem",
+    "Plan": "plan",
+    "plan_job": "plan",
+    "PlanOptions": "options",
+    "normalised": "normalise",
 }
 """Module below `slipstream.planner` that defines each public name of the package."""
 
 
 def __getattr__(name: str) -> Any:
+    # Python calls this for names that the module does not have yet (PEP 562).
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-# --- Progress ---------------------------------------------------------------------------------------------------------
+# --- Progress -------------------------------------------------------------------------------------
 
 
 ProgressCallback = Callable[[str], None]
@@ -27,36 +27,42 @@ CountCallback = Callable[[int, int], None]
 
 
 def ignore_progress(line: str) -> None:
-    """Do nothing with a line of progress; the default of functions that report progress."""
+    """Do nothing with a line of progress: the default where functions report progress."""
 
 
 class SearchProgress:
-    """Reporter of a search's progress, which reports only plans better than all before."""
+    """Reporter of a search's progress, which reports only plans shorter than all before."""
 
     def __init__(self, line: ProgressCallback = ignore_progress) -> None:
         self.report_line = line
-        """Function that receives a line of progress about anything but a better plan."""
+        """Function that receives each line of progress; for plans, `report_plan` calls it."""
         self._least = math.inf
 
     def report_plan(self, method: str, period: float, bound: float) -> None:
-        """Report a plan by `method`, in seconds, if it is the best so far."""
-        if period < self._least * (1 - 1e-9):  # the same in other ticks is no news
+        """Report a plan that `method` found, if its period is the shortest so far.
+
+        Period and lower bound are in seconds.
+        """
+        # The same period in other ticks, with another rounding, is no news.
+        if period < self._least * (1 - 1e-9):
             self._least = period
             self.report_line(f"{method}: period {period:g} s, bound {bound:g} s")
 
     def of_part(self, subject: str) -> "SearchProgress":
-        """Return a reporter whose lines begin with `subject`, for a search of another problem."""
+        """Return a reporter for a search of another problem, whose lines begin with `subject`."""
         return SearchProgress(lambda line: self.report_line(f"{subject}: {line}"))
 
 
 STEP_SECONDS = 2.5e-6
-"""Approximate seconds of a step on an idle core. It is one move of annealing, or as much work."""
-LIST_SCHEDULE_STEPS, LIST_SCHEDULE_STEPS_PER_OP = 40.0, 0.12
-"""Search steps that one list schedule counts as: fixed ones, and for each op."""
+"""Approximate seconds of a search step on an idle core, such as an annealing move."""
+LIST_SCHEDULE_STEPS = 40.0
+"""Search steps counted for making one list schedule, in addition to those for its ops."""
+LIST_SCHEDULE_STEPS_PER_OP = 0.12
+"""Search steps counted for each op of a list schedule."""
 SCHEDULER_STEPS_PER_OP = 0.24
-"""Search steps, for each op, that the construction of a list scheduler counts as."""
+"""Search steps counted for each op when a list scheduler is constructed."""
 LAYOUT_STEPS = 2.0
-"""Search steps, for each micro-batch at a stage, that a layout's construction counts as."""
+"""Search steps counted for each micro-batch at each stage when a layout is constructed."""
 SOLVER_UNITS_PER_STEP = 5e-7
 """Units of CP-SAT's deterministic time that count as one search step."""
 
@@ -72,7 +78,7 @@ class SearchEnd(StrEnum):
 
 
 class Clock:
-    """Wall clock of a search with a limit in seconds, which ignores counted steps."""
+    """Wall clock of a search whose limit is in seconds; it does not count steps."""
 
     limit_reason = SearchEnd.SECONDS
     """Reason why a search ends when the time of this clock is up."""
@@ -93,17 +99,17 @@ class Clock:
         return time.thread_time()
 
     def count_steps(self, steps: float) -> None:
-        """Count search steps that have just been done; ignored on a wall clock."""
+        """Ignore these search steps; a `StepClock` counts them."""
 
     def fork(self) -> "Clock":
-        """Return a clock for a concurrent thread; a wall clock returns itself."""
+        """Return a clock for a concurrent thread: here, this clock itself."""
         return self
 
     def join(self, other: "Clock") -> None:
-        """Take over the steps of an ended thread's clock; ignored on a wall clock."""
+        """Ignore the clock of an ended thread; a `StepClock` takes over its steps."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameters that end a solve within seconds of this clock."""
+        """Return the CP-SAT parameters that end a solve after these seconds of this clock."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def format_duration(self, seconds: float) -> str:
@@ -134,11 +140,12 @@ class StepClock(Clock):
         return StepClock(self.steps)
 
     def join(self, other: Clock) -> None:
-        """Set this clock to the later of its time and that of an ended thread."""
+        """Set this clock to the time of an ended thread's clock, if that is later."""
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return CP-SAT's limit for these seconds of this clock, in its deterministic time."""
+        """Return the CP-SAT parameters that end a solve after these seconds of this clock."""
+        # CP-SAT's deterministic time counts its work, in units of its own.
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
     def format_duration(self, seconds: float) -> str:
@@ -147,14 +154,17 @@ class StepClock(Clock):
 
 
 class Tally:
-    """Counters of how often each technique was tried, and shortened a subproblem's best plan."""
+    """Counters of how often each technique was tried, and shortened the best plan."""
 
     def __init__(self) -> None:
         self.tried: Counter[str] = Counter()
         self.helped: Counter[str] = Counter()
 
     def count_uses(self, what: str, tried: int = 1, helped: int = 0) -> None:
-        """Count uses of `what` ("technique" or "technique: operator"), and how many helped."""
+        """Count `tried` uses of a technique, of which `helped` shortened the best plan.
+
+        The name `what` is "technique" or "technique: operator".
+        """
         self.tried[what] += tried
         self.helped[what] += helped
 
@@ -166,7 +176,9 @@ class Tally:
     @property
     def techniques(self) -> list[str]:
         """Techniques that were tried at least once, in the order of their first use."""
-        return list(dict.fromkeys(what.partition(":")[0] for what, tried in self.tried.items() if tried))
+        return list(
+            dict.fromkeys(what.partition(":")[0] for what, tried in self.tried.items() if tried)
+        )
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,12 +193,14 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     stop: threading.Event = msgspec.field(default_factory=threading.Event)
     """Event set from outside to end the search with the best plan so far."""
     solved: list[Any] | None = None
-    """Earlier solutions of subproblems to start from and add to
-    (`search.incumbent.SolvedPiece`)."""
+    """Earlier solutions of subproblems (`search.incumbent.SolvedPiece`), to start from and add to.
+
+    None: none are kept.
+    """
 
     @classmethod
     def of_steps(cls, steps: int, seed: int = 0) -> "Budget":
-        """Return a budget of `steps` counted units of work of a search, from now on."""
+        """Return a budget of this number of counted search steps, with a new clock."""
         return cls(deadline=steps * STEP_SECONDS, clock=StepClock(), seed=seed)
 
     @classmethod
@@ -201,14 +215,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """True if `stop` is set, as by Ctrl-C: the search must end before the deadline."""
+        """True if the search must end before the deadline: `stop` is set, as by Ctrl-C."""
         return self.stop.is_set()
 
     def end_reason(self, best: int, bound: int, needs: float = 0.0) -> SearchEnd | None:
         """Return why a search must end now, or None if it may continue.
 
-        It ends if the period `best` attains the proven `bound` (in ticks), if it was interrupted,
-        or if its next operation, of `needs` seconds, would not fit before the deadline.
+        A search must end if its shortest period, `best`, attains the proven `bound` (both in
+        ticks), if it was interrupted, or if its next operation, which takes `needs` seconds, would
+        end after the deadline.
         """
         if best <= bound:
             return SearchEnd.BOUND
@@ -217,7 +232,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.clock.limit_reason if self.seconds_left <= needs else None
 
     def with_share(self, share: float) -> "Budget":
-        """Return a copy that ends after `share` (0 to 1) of the time left."""
+        """Return a copy that ends after a `share` (0 to 1) of the time left."""
         return self.with_seconds(share * self.seconds_left)
 
     def with_seconds(self, seconds: float) -> "Budget":
@@ -229,20 +244,23 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, deadline=deadline)
 
     def fork(self) -> "Budget":
-        """Return a budget for a concurrent thread, with its own clock and counters; see `join`."""
+        """Return a budget for a concurrent thread, with its own clock and counters.
+
+        When the thread has ended, `join` takes over its time and counts.
+        """
         return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 
     def join(self, other: "Budget") -> None:
-        """Add the steps and counts of a budget from `fork` whose thread has ended."""
+        """Take over time and counts of `other`, from `fork`, whose thread has ended."""
         self.clock.join(other.clock)
         self.tally.join(other.tally)
 
 
-# --- Ctrl-C during a search: noted, and acted upon where the best plan so far is safe ---------------------------------
+# --- Ctrl-C during a search: noted, and acted upon where the best plan so far is safe -------------
 
 
 class _InterruptFlag:
-    """Signal handler that sets an event first, then raises KeyboardInterrupt."""
+    """Signal handler that at its first call sets an event, and later raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -257,11 +275,11 @@ class _InterruptFlag:
 def defer_interrupts() -> Iterator[threading.Event]:
     """Return a context in which the first Ctrl-C only sets the yielded event.
 
-    A second one raises KeyboardInterrupt, which Python's default handler may raise anywhere, even
-    where exceptions are swallowed. Only the main thread of a program receives signals; in other
-    threads the event is never set. If one search is part of another, an interrupt that ends the
-    inner one also ends the outer one.
+    A second Ctrl-C raises KeyboardInterrupt. In other threads than the main one the event is never
+    set. An interrupt that ends the inner of two nested contexts also sets the event of the outer.
     """
+    # Python's own handler may raise anywhere, even where exceptions are swallowed. Only the main
+    # thread of a program receives signals.
     if threading.current_thread() is not threading.main_thread():
         yield threading.Event()
         return
@@ -271,5 +289,6 @@ def defer_interrupts() -> Iterator[threading.Event]:
         yield note.event
     finally:
         signal.signal(signal.SIGINT, before)
+        # The outer search did not see the signal that ended this one.
         if isinstance(before, _InterruptFlag) and note.event.is_set():
             before.event.set()

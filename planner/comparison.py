@@ -13,7 +13,7 @@ Candidate = TypeVar("Candidate", bound=Hashable)
 
 
 class Round(NamedTuple):
-    """Options of the plans of one round, and the seconds for all of them."""
+    """One round of a comparison: options of its plans, and seconds for all of them."""
 
     options: PlanOptions
     seconds: float
@@ -29,14 +29,14 @@ def plan_in_rounds(
     floor: float,
     deadline: float,
 ) -> Plan | None:
-    """Return the shortest plan of any candidate, the first of equals.
+    """Return the shortest plan of any candidate, the first of equals; None without any plan.
 
-    None if none has a plan. All candidates are planned in the first round, the `finalists` with the
-    shortest plans in the others. The function `plan_candidate` returns None for a candidate without
-    a plan. If the first round is longer than list schedules need, its choice does not depend on the
-    clock. The comparison ends early at a period of `floor` seconds, which none can beat, at Ctrl-C,
-    or where another plan would probably end after the `deadline`.
+    All candidates are planned in the first round; in the other rounds only those with the shortest
+    plans, `finalists` of them. The function `plan_candidate` returns None for a candidate without a
+    plan. The comparison ends early at a period of `floor` seconds, which no candidate can beat, at
+    Ctrl-C, or if another plan would probably end after the `deadline` on the clock.
     """
+    # If list schedules end before their seconds, the choice does not depend on the clock.
     shortest: Plan | None = None
     periods: dict[Candidate, float] = {}
     for options, seconds in rounds:
@@ -45,9 +45,11 @@ def plan_in_rounds(
             plan = plan_candidate(candidate, within)
             if plan is None:
                 continue
+            # A later round may find a longer plan than an earlier one: the shorter counts.
             periods[candidate] = min(plan.period, periods.get(candidate, plan.period))
             if shortest is None or plan.period < shortest.period:
                 shortest = plan
+            # The next plan probably takes about as long as this one.
             is_late = clock.now() + plan.solve_seconds > deadline
             if plan.interrupted or shortest.period <= floor or is_late:
                 return msgspec.structs.replace(shortest, interrupted=plan.interrupted)

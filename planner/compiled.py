@@ -15,31 +15,46 @@ from functools import cache
 from pathlib import Path
 
 from slipstream.planner.budget import ProgressCallback, ignore_progress
-from slipstream.planner.loops import can_store_machine_code, is_compiled, mark_as_compiled, use_plain_python
+from slipstream.planner.loops import (
+    can_store_machine_code,
+    is_compiled,
+    mark_as_compiled,
+    use_plain_python,
+)
 
-COMPILING_IN_BACKGROUND = "the planner's inner loops are being compiled, once per installation, about 20 s: " \
+COMPILING_IN_BACKGROUND = (
+    "the planner's inner loops are being compiled, once per installation, about 20 s: "
     "until then plans are list schedules only"
+)
 COMPILING = "compiling the planner's inner loops, once per installation, about 20 s"
-COMPILING_EACH_TIME = "compiling the planner's inner loops, about 20 s, and each time anew: no folder for machine " \
+COMPILING_EACH_TIME = (
+    "compiling the planner's inner loops, about 20 s, and each time anew: no folder for machine "
     "code can be written (NUMBA_CACHE_DIR names one)"
+)
 
 
 @cache
 def load_kernel() -> None:
-    """Load the inner loops' machine code, a third of a second, or compile it.
-
-    This plans the smallest job, since numba compiles a function at its first call.
-    """
+    """Load the machine code of the inner loops, or else compile it."""
+    # Imported here, since numba takes a third of a second to load.
     from slipstream.planner.job.file import parse_job
     from slipstream.planner.model.arrays import ProblemArrays
     from slipstream.planner.model.from_job import build_problem
     from slipstream.planner.search.annealing import AnnealingChain
-    from slipstream.planner.search.interleaved_scheduler import InterleavedRule, InterleavedScheduler
+    from slipstream.planner.search.interleaved_scheduler import (
+        InterleavedRule,
+        InterleavedScheduler,
+    )
     from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts
     from slipstream.planner.search.round_scheduler import RoundRule, RoundScheduler
 
-    problem = build_problem(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
-                                      "backward_input = 1\nbackward_weight = 1\n"))
+    # numba compiles a function at its first call, so each is called for the smallest job.
+    problem = build_problem(
+        parse_job(
+            "pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 1\n"
+            "backward_input = 1\nbackward_weight = 1\n"
+        )
+    )
     scheduler = ListScheduler(ProblemArrays(problem, assign_hosts(problem, "least-loaded")))
     scheduler.evaluate_rule(DispatchRule())
     RoundScheduler(scheduler.arrays).evaluate_rule(RoundRule())
@@ -48,7 +63,8 @@ def load_kernel() -> None:
 
 
 def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
-    """Compile the inner loops, some 20 seconds, announced by a line, unless done before."""
+    """Compile the inner loops unless done before; announce that by a line of progress."""
+    # It takes some 20 seconds.
     if is_compiled():
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
@@ -61,10 +77,10 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
 
 
 def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
-    """Start a process that compiles the inner loops; use plain Python until then.
+    """Start a process that compiles the inner loops; use plain Python until it has ended.
 
-    Do nothing if they are compiled. With plain Python, plans are list schedules only. If no folder
-    for machine code is writable, compile in this process and wait.
+    Do nothing if the loops are compiled. With plain Python, plans are list schedules only. If no
+    folder for machine code is writable, compile in this process and wait.
     """
     if is_compiled():
         return
@@ -72,8 +88,14 @@ def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
         ensure_compiled(progress)
         return
     progress(COMPILING_IN_BACKGROUND)
-    subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                     stderr=subprocess.DEVNULL, start_new_session=True)
+    # In a session of its own, so that Ctrl-C in this one does not stop it.
+    subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     use_plain_python()
 
 

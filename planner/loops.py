@@ -12,19 +12,22 @@ from types import ModuleType
 from typing import Any
 
 LAST_INDEX_FILE = "annealing.anneal-*.nbi"
-"""Pattern for the last file that numba writes: the index of `anneal`, compiled last."""
+"""File name pattern of the index of `anneal`, the last file that numba writes."""
 
 
 _compiling_elsewhere = threading.Event()
 
 
 def kernel_loops() -> Any:
-    """Return the module with the inner loops: compiled, or plain Python during compilation."""
+    """Return the module with the inner loops: compiled, or plain Python while they compile."""
     return _plain_kernel() if is_plain_python() else _compiled_kernel()
 
 
 def is_plain_python() -> bool:
-    """Return whether plain Python, a hundred times slower, runs while another process compiles."""
+    """Return whether the inner loops run in plain Python while another process compiles them.
+
+    Plain Python is a hundred times slower.
+    """
     return _compiling_elsewhere.is_set() and not is_compiled()
 
 
@@ -43,11 +46,13 @@ def is_compiled() -> bool:
 
 
 def mark_as_compiled() -> None:
-    """Set the time of the machine code on disk to that of the source.
+    """Date the machine code on disk no earlier than its source, as `is_compiled` requires.
 
-    Machine code is identified by the content of the source. If a checkout writes the same source
-    again, numba does not rewrite the machine code, which would then seem to be too old.
+    Only to be called once the kernel is loaded, so that the machine code fits the source. Does
+    nothing where the files cannot be changed.
     """
+    # Machine code is identified by the content of the source. If a checkout writes the same source
+    # again, numba does not rewrite the machine code, which would then seem to be too old.
     changed = _time_of_sources()
     with contextlib.suppress(OSError):  # a folder that may only be read
         for path in _last_index_files():
@@ -62,7 +67,11 @@ def _time_of_sources() -> float:
 
 def _last_index_files() -> Iterator[Path]:
     kernel = _compiled_kernel()
-    return Path(kernel.anneal.stats.cache_path).glob(LAST_INDEX_FILE) if can_store_machine_code() else iter(())
+    return (
+        Path(kernel.anneal.stats.cache_path).glob(LAST_INDEX_FILE)
+        if can_store_machine_code()
+        else iter(())
+    )
 
 
 def can_store_machine_code() -> bool:
@@ -79,7 +88,10 @@ def _compiled_kernel() -> Any:
 
 @cache
 def _plain_kernel() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("slipstream.planner.plain_kernel", _compiled_kernel().__file__)
+    # The same files once more, under a name by which numba does not compile them.
+    spec = importlib.util.spec_from_file_location(
+        "slipstream.planner.plain_kernel", _compiled_kernel().__file__
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its files import each other

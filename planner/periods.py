@@ -1,19 +1,19 @@
 """Compute periods of a job by the number of failed workers of each stage.
 
-They are for callers that need hundreds of them but no schedule, as a simulation does for every
-state that a fleet enters. Swapping roles within a stage costs nothing, so a period depends only on
-how many workers of each stage are down (`Counts`). Some arrangements of them over pipelines
-(`planner.normalise.arrange_vacancies`) are planned by list schedules, and the best one counts.
+The results are for callers that need hundreds of periods but no schedule, such as simulations,
+which need one for every state that a fleet enters. Exchanging roles within a stage costs nothing,
+so a period depends only on how many workers of each stage are down (`Counts`). Some arrangements of
+the failed workers over pipelines (`planner.normalise.arrange_vacancies`) are planned by list
+schedules, and the best one counts.
 
 A job of more than `BlockParams.piecewise` ops is planned by subproblems
-(`planner.model.decompose`), each different one once. Its period is that of the slowest. Subproblems
-meet only at the all-reduces; if their workers end at different times, the assembled schedule can be
-a little longer. If reductions overlap compute, the part of them that remains is not counted in such
-a job.
+(`planner.model.decompose`), each different one once. The job's period is that of the slowest
+subproblem; the assembled schedule can be a little longer if subproblems end at different times.
+Reductions that overlap compute are not counted in such a job.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -29,7 +29,11 @@ from slipstream.planner.model.from_job import build_layered_problem, choose_tick
 from slipstream.planner.model.problem import Problem
 from slipstream.planner.normalise import Counts, WindowBounds, arrange_vacancies, window_bounds_of
 from slipstream.planner.options import PlanOptions
-from slipstream.planner.overlapped import has_overlapping_reductions, overlapped_period, without_reductions
+from slipstream.planner.overlapped import (
+    has_overlapping_reductions,
+    overlapped_period,
+    without_reductions,
+)
 from slipstream.planner.search.engine import find_best_candidate
 from slipstream.planner.search.incumbent import Incumbent, order_pieces
 from slipstream.planner.search.list_scheduler import (
@@ -43,14 +47,18 @@ from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.pattern import Pattern, pattern_of, pipeline_classes
 
 Solver = Callable[[Problem], Incumbent]
+"""Function that plans a problem or subproblem, and returns the candidate with its solution."""
 
 
 class Periods:
     """Calculator of one job's periods for any failures; each subproblem is planned once."""
 
-    def __init__(self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress) -> None:
+    def __init__(
+        self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress
+    ) -> None:
         """Compile the planner and build the problem. Raises NoPlanError if nothing can run."""
         ensure_compiled(progress)
+        # Reductions that overlap compute are added to each plan (`_period_seconds`).
         self._given, self._overlaps = job, has_overlapping_reductions(job)
         self._job, self._options = without_reductions(job) if self._overlaps else job, options
         problem = options.make_problem(job)
@@ -61,15 +69,19 @@ class Periods:
     @property
     def is_large(self) -> bool:
         """True if the job is so large that each subproblem is planned by itself."""
-        return 3 * self._job.depth * sum(self._job.microbatches) > self._options.params.blocks.piecewise
+        # F, I and W of each micro-batch at each stage.
+        return (
+            3 * self._job.depth * sum(self._job.microbatches)
+            > self._options.params.blocks.piecewise
+        )
 
     def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
-        The others are equal and change nothing. With f failures and M micro-batches per pipeline, f
-        (M + 1) are affected at most: if each peer runs one more, that is all the work of f broken
-        pipelines.
+        The pipelines that are left out equal one that stays, and do not change the period.
         """
+        # With f failures and M micro-batches per pipeline, f (M + 1) pipelines are affected at
+        # most: if each peer runs one micro-batch more, that is all the work of f broken pipelines.
         count = self._job.microbatches[0]
         enough = failures * (count + 1) + 1
         if enough >= self._job.pipelines or len(set(self._job.microbatches)) > 1:
@@ -77,37 +89,47 @@ class Periods:
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 
     def window_bounds(self, failures: int) -> WindowBounds:
-        """Return the bounds (`WindowBounds`) for the pipelines that so many failures can affect."""
+        """Return the bounds by column of the pipelines that so many failures can affect."""
         job = self.affected_job(failures)
         if job.pipelines not in self._windows:
             self._windows[job.pipelines] = window_bounds_of(job, self._options)
         return self._windows[job.pipelines]
 
     def planned_period(self, down: Counts) -> tuple[float, bool]:
-        """Return the shortest period of list schedules, and whether it meets its lower bound.
+        """Return the shortest period of list schedules, and whether it attains its lower bound.
 
-        It is in seconds; `down` has the number of failed workers of each column.
+        The period is in seconds; it is infinity if a column has no live worker. `down` has the
+        number of failed workers of each column. Raises NoPlanError if no schedule keeps workers
+        within their memory.
         """
         return self._shortest_period(down, self._options, self._plan_quickly)
 
     def round_robin_period(self, down: Counts, options: PlanOptions) -> float:
-        """Return the shortest period found if healthy pipelines take re-routed micro-batches in
-        turn.
+        """Return the period of ReCycle in seconds; infinity if a column has no live worker.
 
-        It is in seconds; `down` has the number of failed workers of each column. This is the rule
-        of ReCycle. The best of some list schedules represents ReCycle's solver; with fused
-        backwards, the memory is that of 1F1B.
+        In ReCycle, healthy pipelines take re-routed micro-batches in turn. The best of some list
+        schedules stands for ReCycle's solver; if `options` fuse the backward, the order is that of
+        1F1B. `down` has the number of failed workers of each column. Raises NoPlanError or
+        StuckError for lack of memory.
         """
         return self._shortest_period(down, options, _plan_round_robin)[0]
 
     def one_f_one_b_period(self, microbatches: int) -> float:
-        """Return the seconds of 1F1B (fused, synchronous) on a pipeline of `microbatches`."""
+        """Return the period of 1F1B in seconds, for one pipeline with this many micro-batches.
+
+        The backward is fused, and the optimizer synchronous. Raises NoPlanError or StuckError for
+        lack of memory.
+        """
         job = msgspec.structs.replace(self._job, pipelines=1, microbatches=(microbatches,))
         problem = PlanOptions(method="1f1b").make_problem(job)
-        return self._period_seconds(order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b))
+        return self._period_seconds(
+            order_pieces(problem, [make_whole_piece(problem)], schedule_1f1b)
+        )
 
-    def _shortest_period(self, down: Counts, options: PlanOptions, solver: Solver) -> tuple[float, bool]:
-        """Return the shortest period in seconds, and whether it meets its bound."""
+    def _shortest_period(
+        self, down: Counts, options: PlanOptions, solver: Solver
+    ) -> tuple[float, bool]:
+        """Return the shortest period in seconds that `solver` finds, and if that is optimal."""
         best = math.inf
         if any(count >= self._job.pipelines for count in down):
             return best, False
@@ -118,30 +140,52 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return one problem for each of several ways to spread failures over pipelines."""
+        """Return problems for different spreads of failures over pipelines.
+
+        `down` has the number of failed workers of each column. Each pattern has one problem. Of
+        large problems, only those with small subproblems are returned, and at least one.
+        """
+        # Equal pipelines are interchangeable: one arrangement of each pattern is enough.
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))
-        for failed in arrange_vacancies(job, self.window_bounds(sum(down)), down) if any(down) else [()]:
+        arrangements: Iterable[tuple[Worker, ...]] = [()]
+        if any(down):
+            arrangements = arrange_vacancies(job, self.window_bounds(sum(down)), down)
+        for failed in arrangements:
             pattern = pattern_of(failed, self._classes)
             if pattern not in distinct:
                 distinct[pattern] = options.make_problem(job, failed)
-        problems, most = list(distinct.values()), options.params.blocks.piecewise
-        if problems[0].operation_count <= most:
+        # Small problems are all planned, as a whole.
+        problems, piece_limit = list(distinct.values()), options.params.blocks.piecewise
+        if problems[0].operation_count <= piece_limit:
             return problems
-        largest = [max(piece.problem.operation_count for piece in decompose(problem)) for problem in problems]
+        # Of a large job, those whose subproblems are small, and at least one.
+        largest = []
+        for problem in problems:
+            pieces = decompose(problem)
+            largest.append(max(piece.problem.operation_count for piece in pieces))
         ranked = sorted(range(len(problems)), key=lambda index: (largest[index], -index))
-        return [problems[index] for index in ranked if largest[index] <= most or index == ranked[0]]
+        return [
+            problems[index]
+            for index in ranked
+            if largest[index] <= piece_limit or index == ranked[0]
+        ]
 
     def _plan_quickly(self, problem: Problem) -> Incumbent:
         # The budget's own event is never set: Ctrl-C ends the whole simulation and not this search.
         clock = self._options.make_clock()
-        return find_best_candidate(problem, "greedy",
-                                   Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock))
+        return find_best_candidate(
+            problem,
+            "greedy",
+            Budget(deadline=clock.now() + self._options.limit_seconds, clock=clock),
+        )
 
     def _period_of(self, problem: Problem, solver: Solver) -> float:
         """Return the period in seconds of a problem; of a large one, its slowest subproblem's."""
         if problem.operation_count > self._options.params.blocks.piecewise:
-            return max(self._piece_period(piece.problem, solver) for piece in decompose(problem)) * problem.tick_seconds
+            pieces = decompose(problem)
+            slowest = max(self._piece_period(piece.problem, solver) for piece in pieces)
+            return slowest * problem.tick_seconds
         return self._period_seconds(solver(problem))
 
     def _period_seconds(self, solved: Incumbent) -> float:
@@ -149,23 +193,38 @@ class Periods:
         if not self._overlaps:
             return solved.period_seconds
         grid = solved.problem.grid
-        job = msgspec.structs.replace(self._given, pipelines=grid.pipelines, microbatches=grid.microbatches)
+        job = msgspec.structs.replace(
+            self._given, pipelines=grid.pipelines, microbatches=grid.microbatches
+        )
         return overlapped_period(solved.make_schedule("greedy"), job, self._options.params.overlap)
 
     def _piece_period(self, problem: Problem, solver: Solver) -> int:
-        key = (solver.__name__, problem.backward, problem.optimizer, problem.grid.microbatches, problem.failed)
+        # All that distinguishes subproblems of one job.
+        key = (
+            solver.__name__,
+            problem.backward,
+            problem.optimizer,
+            problem.grid.microbatches,
+            problem.failed,
+        )
         if key not in self._pieces:
             self._pieces[key] = solver(problem).period
         return self._pieces[key]
 
 
 def work_bound_seconds(job: Job, failed: Sequence[Worker]) -> float:
-    """Return a bound in seconds by evenly shared work, whichever layers workers hold."""
-    return float(work_bound(build_layered_problem(job, failed, down=True)) * choose_tick(job, layer_costs(job)))
+    """Return a bound on the period in seconds that holds whichever layers workers hold.
+
+    The bound is the work of all layers, shared by all live workers by their speed, with the A and O
+    of one layer. Raises JobError if a stage has no layer, NoPlanError if no worker is alive.
+    """
+    bound = work_bound(build_layered_problem(job, failed, down=True))
+    return float(bound * choose_tick(job, layer_costs(job)))
 
 
 def _plan_round_robin(problem: Problem) -> Incumbent:
     """Plan each subproblem with micro-batches of failed workers given to peers in turn."""
+    # ReCycle's rule (Gandhi et al., SOSP 2024).
     return order_pieces(problem, decompose(problem), _best_round_robin)
 
 
@@ -185,8 +244,12 @@ def _best_round_robin(problem: Problem) -> Solution:
 
 
 def _round_robin_rules(problem: Problem) -> Iterator[DispatchRule]:
-    """Iterate over dispatch rules with the in-flight limit of memory, 1F1B, or twice 1F1B."""
-    for ignore in (True, False) if problem.times.transfer else (True,):
+    """Iterate over dispatch rules for round-robin re-routing."""
+    # Micro-batches in flight are limited by memory alone, as in 1F1B, or to twice as many as that.
+    choices = (True, False) if problem.times.transfer else (True,)
+    for ignore in choices:
         for factor in (0, 1, 2):
-            yield DispatchRule(ignore_transfers=ignore, in_flight=scale_in_flight_limits(problem, factor) if factor
-                               else None)
+            yield DispatchRule(
+                ignore_transfers=ignore,
+                in_flight=scale_in_flight_limits(problem, factor) if factor else None,
+            )

@@ -50,35 +50,36 @@ from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule,
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule that passed the checker, and how it was found."""
+    """Schedule that passed the checker, and how it was found."""
 
     schedule: Schedule
     fault_free: FaultFree | None = None
-    """Period and bound with no worker down; None if not requested or without time."""
+    """Period and bound with no worker down; None if not requested or not found."""
     solve_seconds: float = 0.0
-    """Seconds spent on the plan, on the clock of its search."""
+    """Seconds spent on the plan."""
     evidence: str | None = None
-    """Words that explain a period above the bound; None if optimal."""
+    """Words that explain a period above the bound; None if optimal or not known."""
     interrupted: bool = False
     """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None
-    """Period in seconds of the best plan without moved layers; set if layers move."""
+    """Period in seconds of the best plan without moved layers; None if no layers move."""
     tally: Tally | None = None
-    """Counts of how often each search technique was tried, and how often it helped."""
+    """Counts of how often each search technique was tried, and helped; None if not counted."""
     end: SearchEnd | None = None
-    """Reason why the search ended, if known."""
+    """Reason why the search ended; None if not known."""
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, *, evidence: str | None, **others: Any) -> "Plan":
-        """Return a plan of this schedule, with more fields in `others`.
+        """Return a plan of this schedule, without the `evidence` if it is optimal.
 
-        The words `evidence`, which say why its period is above the bound, are dropped if it is
-        optimal.
+        `evidence` explains a period above the bound. The `others` are values of further fields.
         """
-        return cls(schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others)
+        return cls(
+            schedule=schedule, evidence=None if schedule.status == "optimal" else evidence, **others
+        )
 
     def __repr__(self) -> str:
-        """Return one line about the plan without the ops of its schedule."""
+        """Return one line about the plan, without the ops of its schedule."""
         return f"Plan({self.schedule!r})"
 
     @property
@@ -88,175 +89,322 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault_free_period(self) -> float | None:
-        """Period in seconds of the best plan found with no worker down."""
+        """Period in seconds of the best plan with no worker down; None if not known."""
         return self.fault_free.period if self.fault_free else None
 
 
-def plan_job(job: Job, failed: Sequence[Worker] = (), *, backward: BackwardMode | None = None,
-             optimizer: OptimizerMode | None = None, method: Method = "cp-sat", time_limit: float = 10.0,
-             steps: int | None = None, seed: int = 0, progress: ProgressCallback = ignore_progress) -> Plan:
+def plan_job(
+    job: Job,
+    failed: Sequence[Worker] = (),
+    *,
+    backward: BackwardMode | None = None,
+    optimizer: OptimizerMode | None = None,
+    method: Method = "cp-sat",
+    time_limit: float = 10.0,
+    steps: int | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+) -> Plan:
     """Plan a schedule for a job with failed workers.
 
-    The search takes about `time_limit` seconds, or `steps` counted steps, with which one seed gives
-    one plan. If the inner loops are not compiled yet, another process compiles them, and this plan
-    is made of list schedules; with steps, this call waits for it.
+    If the inner loops are not compiled yet, another process compiles them, and this plan is made by
+    list schedules alone; with `steps`, this call compiles first. Raises ValueError for a wrong
+    option; JobError if a failed worker is not in the job, if layouts are tried and a stage has no
+    layer, or if the limit is too short for the job (TooLargeError); NoPlanError if no schedule is
+    found.
 
-    The `method` is "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or
-    "recycle" for comparison. By default `backward` is split and `optimizer` staggered; for 1f1b
-    they are fused and synchronous, as it is defined. Raises JobError if a failed worker is not in
-    the job, NoPlanError if no schedule can exist.
+    Parameters
+    ----------
+    failed
+        Workers that are down.
+    backward, optimizer
+        Modes; None: split and staggered, but fused and synchronous for 1f1b.
+    method
+        "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or "recycle" for
+        comparison.
+    time_limit
+        Seconds that the search takes, about.
+    steps
+        Number of search steps instead of `time_limit`; one seed then gives one plan.
+    progress
+        Function that receives lines of progress.
     """
-    options = PlanOptions(backward=backward, optimizer=optimizer, method=method, time_limit=time_limit, steps=steps,
-                          seed=seed)
+    options = PlanOptions(
+        backward=backward,
+        optimizer=optimizer,
+        method=method,
+        time_limit=time_limit,
+        steps=steps,
+        seed=seed,
+    )
     return plan_with(options, job, failed, progress=progress)
 
 
-def plan_with(options: PlanOptions, job: Job, failed: Sequence[Worker] = (), *, known: FaultFree | None = None,
-              progress: ProgressCallback = ignore_progress, clock: Clock | None = None) -> Plan:
-    """Plan a schedule for a job with failed workers, and its fault-free period.
+def plan_with(
+    options: PlanOptions,
+    job: Job,
+    failed: Sequence[Worker] = (),
+    *,
+    fault_free: FaultFree | None = None,
+    progress: ProgressCallback = ignore_progress,
+    clock: Clock | None = None,
+) -> Plan:
+    """Plan a schedule for a job with failed workers, and find its fault-free period.
 
-    If an earlier search has found a fault-free period and bound, `known`, less is searched. If this
-    plan is part of a larger search, `clock` is that of the search. Raises as `plan_job` does.
+    The search is shorter if an earlier search has found the fault-free period and bound,
+    `fault_free` (None: unknown). If this plan is part of a larger search, `clock` is that search's;
+    None: a new one. Raises JobError for a worker that is not in the job, if layouts are tried and a
+    stage has no layer, or if the limit is too short for the job (TooLargeError); NoPlanError if no
+    schedule is found.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()
     (ensure_compiled if isinstance(clock, StepClock) else compile_in_background)(progress)
     began = time.monotonic()
     with _disable_garbage_collection(), defer_interrupts() as stop:
-        budget = Budget(deadline=clock.now() + options.limit_seconds, clock=clock, seed=options.seed, stop=stop,
-                        progress=SearchProgress(progress))
+        budget = Budget(
+            deadline=clock.now() + options.limit_seconds,
+            clock=clock,
+            seed=options.seed,
+            stop=stop,
+            progress=SearchProgress(progress),
+        )
         speed = Speed(options.limit_seconds, clock, options.params.blocks)
-        reference = ReferenceSearch(options, job, known, budget, speed, _plan_reference)
+        reference = ReferenceSearch(options, job, fault_free, budget, speed, _plan_reference)
+        # A plan with no worker down is its own reference; else a quick one comes first, so that the
+        # period can be judged even if the search takes all the time.
         is_reference = not failed and options.layers == "fixed"
         if not is_reference:
-            reference.improve(options.params.blocks.reference_share * options.limit_seconds,
-                              lambda line: progress(f"reference with no worker down: {line}"))
+            reference.improve(
+                options.params.blocks.reference_share * options.limit_seconds,
+                lambda line: progress(f"reference with no worker down: {line}"),
+            )
         plan = _plan_with_fallback(options, job, failed, budget, speed)
-        plan = msgspec.structs.replace(plan, schedule=with_rounded_bound(plan.schedule, options, job, failed))
+        plan = msgspec.structs.replace(
+            plan, schedule=with_rounded_bound(plan.schedule, options, job, failed)
+        )
         is_comparable = is_reference_kind(plan.schedule)
         if is_reference and is_comparable:
             reference.add_schedule(plan.schedule)
         else:
-            # If the search ends early, the rest of the time goes to the reference.
+            # If the search ends early, the rest of the time goes to the reference. A plan that is
+            # shorter on fewer workers would do without failures, too.
             reference.improve(budget.seconds_left)
             if reference.best and is_comparable:
                 reference.best = reference.best.capped_at(plan.period)
-        return msgspec.structs.replace(plan, solve_seconds=time.monotonic() - began, interrupted=stop.is_set(),
-                                       fault_free=reference.best, tally=budget.tally)
+        return msgspec.structs.replace(
+            plan,
+            solve_seconds=time.monotonic() - began,
+            interrupted=stop.is_set(),
+            fault_free=reference.best,
+            tally=budget.tally,
+        )
 
 
-def plan_only(options: PlanOptions, job: Job, failed: Sequence[Worker], clock: Clock | None = None,
-              solved: list[SolvedPiece] | None = None) -> Plan:
+def plan_only(
+    options: PlanOptions,
+    job: Job,
+    failed: Sequence[Worker],
+    clock: Clock | None = None,
+    solved: list[SolvedPiece] | None = None,
+) -> Plan:
     """Plan one schedule, without a fault-free plan for comparison.
 
-    As part of a larger search, it takes that search's `clock`, and `solved`, the subproblems solved
-    so far, to which its own are added. Raises NoPlanError if no schedule can exist.
+    As part of a larger search, give that search's `clock` (None: a new one) and the list `solved`
+    of its subproblems so far, which this plan uses and adds to (None: no such list). Raises
+    NoPlanError if no schedule is found; JobError if layouts are tried and a stage has no layer, or
+    if the limit is too short for the job (TooLargeError).
     """
     ensure_compiled()
+    # At least a hundredth of a second: a caller may have less than nothing left.
     clock = clock or options.make_clock()
     began = clock.now()
     with _disable_garbage_collection(), defer_interrupts() as stop:
-        budget = Budget(deadline=began + max(0.01, options.limit_seconds), clock=clock, seed=options.seed, stop=stop,
-                        solved=solved)
-        plan = _plan_with_fallback(options, job, failed, budget,
-                                   Speed(options.limit_seconds, clock, options.params.blocks))
-        return msgspec.structs.replace(plan, schedule=with_rounded_bound(plan.schedule, options, job, failed),
-                                       solve_seconds=clock.now() - began, interrupted=stop.is_set(),
-                                       tally=budget.tally)
+        budget = Budget(
+            deadline=began + max(0.01, options.limit_seconds),
+            clock=clock,
+            seed=options.seed,
+            stop=stop,
+            solved=solved,
+        )
+        plan = _plan_with_fallback(
+            options, job, failed, budget, Speed(options.limit_seconds, clock, options.params.blocks)
+        )
+        return msgspec.structs.replace(
+            plan,
+            schedule=with_rounded_bound(plan.schedule, options, job, failed),
+            solve_seconds=clock.now() - began,
+            interrupted=stop.is_set(),
+            tally=budget.tally,
+        )
 
 
 def _plan_reference(options: PlanOptions, job: Job, budget: Budget, speed: Speed) -> Schedule:
-    """Return the best schedule with no worker down; `grace` is left to the plan itself."""
+    """Return the best schedule found within the budget, with no worker down.
+
+    By `speed`, how fast this machine plans, micro-batches are planned in blocks if time is short.
+    """
     return _plan_whole_or_blocks(options, job, (), budget, speed, grace=False).schedule
 
 
-def _plan_with_fallback(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed) -> Plan:
-    """Return the best plan within the budget, never longer than that of simpler searches.
+def _plan_with_fallback(
+    options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed
+) -> Plan:
+    """Return the best plan of the search that `options` ask for, and of simpler ones.
 
-    If layers may move, a cp-sat search limited by the clock begins with a quick one by list
-    schedules alone. With counted steps, a second search follows, with layers in place or, if they
-    were, without cut micro-batches, unless its lower bound shows that it finds no shorter plan.
+    With counted steps, options that allow more (moved layers, cut micro-batches) never give a
+    longer plan. `speed` is how fast this machine plans.
     """
     seconds_given = budget.seconds_left
+    # If layers may move, a search limited by the clock begins with a quick one.
     quick_plan = None
     if options.layers == "move" and options.method == "cp-sat" and options.steps is None:
         seconds = options.params.layouts.quick_share * seconds_given
         quick_options = msgspec.structs.replace(options, method="greedy").with_limit(seconds)
         with suppress(TooLargeError, NoPlanError):
-            quick_plan = _plan_whole_or_blocks(quick_options, job, failed, budget.with_seconds(seconds), speed)
+            quick_plan = _plan_whole_or_blocks(
+                quick_options, job, failed, budget.with_seconds(seconds), speed
+            )
             if quick_plan.schedule.status == "optimal":
                 return quick_plan
     plan = _plan_whole_or_blocks(options, job, failed, budget, speed)
     if quick_plan is not None and quick_plan.period < plan.period:
-        plan = msgspec.structs.replace(quick_plan, schedule=with_bound_of(quick_plan.schedule, plan.schedule),
-                                       fixed_period=min(filter(None, (quick_plan.fixed_period, plan.fixed_period)),
-                                                        default=None), end=plan.end)
+        plan = msgspec.structs.replace(
+            quick_plan,
+            schedule=with_bound_of(quick_plan.schedule, plan.schedule),
+            fixed_period=min(
+                filter(None, (quick_plan.fixed_period, plan.fixed_period)), default=None
+            ),
+            end=plan.end,
+        )
+    # With counted steps, a search with layers in place or, if they were, without cut micro-batches
+    # follows, unless its lower bound shows that it finds no shorter plan. So a user who allows more
+    # never gets a longer plan.
     cut = options.slices and plan.schedule.scope is Scope.PLACE
-    if options.steps is None or options.method in BASELINES or budget.is_stopped \
-            or not (options.layers == "move" or cut):
+    if (
+        options.steps is None
+        or options.method in BASELINES
+        or budget.is_stopped
+        or not (options.layers == "move" or cut)
+    ):
         return plan
-    narrower = msgspec.structs.replace(options, layers="fixed", from_checkpoint=False,
-                                       slices=options.slices and options.layers == "move")
+    narrower = msgspec.structs.replace(
+        options,
+        layers="fixed",
+        from_checkpoint=False,
+        slices=options.slices and options.layers == "move",
+    )
     with suppress(NoPlanError):
         least = bounding_problem(narrower, job, failed)
         if strongest_bound(least).ticks * least.tick_seconds < plan.period:
+            # Its steps are counted anew, so that it finds what it finds by itself.
             clock = options.make_clock()
             within = msgspec.structs.replace(budget, clock=clock, deadline=seconds_given)
-            narrow_plan = _plan_with_fallback(narrower, job, failed, within,
-                                              Speed(options.limit_seconds, clock, options.params.blocks))
+            narrow_plan = _plan_with_fallback(
+                narrower,
+                job,
+                failed,
+                within,
+                Speed(options.limit_seconds, clock, options.params.blocks),
+            )
             if narrow_plan.period < plan.period:
-                return msgspec.structs.replace(narrow_plan,
-                                               schedule=with_bound_of(narrow_plan.schedule, plan.schedule))
+                return msgspec.structs.replace(
+                    narrow_plan, schedule=with_bound_of(narrow_plan.schedule, plan.schedule)
+                )
     return plan
 
 
-def _plan_overlapped(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget,
-                     search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan]) -> Plan:
-    """Return the best plan with overlapping reductions, from plans of `search` without any."""
+def _plan_overlapped(
+    options: PlanOptions,
+    job: Job,
+    failed: Sequence[Worker],
+    budget: Budget,
+    search: Callable[[PlanOptions, Job, Sequence[Worker], Budget], Plan],
+) -> Plan:
+    """Return the best plan with overlapping reductions, which are added to plans of `search`."""
     params = options.params.overlap
     share = params.first_share_fixed if options.layers == "fixed" else params.first_share_move
-    at_first = msgspec.structs.replace(budget.with_seconds(share * budget.seconds_left),
-                                       progress=budget.progress.of_part("without reductions"))
+    # First a plan as if reductions took no time, to which they are added.
+    at_first = msgspec.structs.replace(
+        budget.with_seconds(share * budget.seconds_left),
+        progress=budget.progress.of_part("without reductions"),
+    )
     plain = search(options, without_reductions(job), failed, at_first)
-    bound, tick = Bound(plain.schedule.lower_bound_ticks, plain.schedule.scope), plain.schedule.tick_seconds
+    # In place, reductions that no compute can hide raise the bound.
+    bound = Bound(plain.schedule.lower_bound_ticks, plain.schedule.scope)
+    tick = plain.schedule.tick_seconds
     if Scope.PLACE.is_valid_for(bound.scope):
         problem = bounding_problem(options, job, failed)
         bound, tick = strongest_bound(problem), problem.tick_seconds
     began = budget.seconds_left
     best = _add_reductions(plain, job, bound, tick, budget, params)
-    cutting = began - budget.seconds_left  # the cuts of the next plan take as long; this counts no steps
+    # Then one with a part of each reduction; its cuts take as long, which counts no steps.
+    cutting = began - budget.seconds_left
     again = best.schedule.status != "optimal" and options.method not in BASELINES
     if again and (not cutting or budget.seconds_left > cutting):
         rest = msgspec.structs.replace(
             budget.with_seconds(budget.seconds_left - cutting),
-            progress=budget.progress.of_part(f"with {params.share:.0%} of each reduction"))
-        plain = search(options, without_reductions(job, params.share), failed, rest)
-        second = _add_reductions(plain, job, bound, tick, budget, params)
-        best = second if second.period < best.period else best
+            progress=budget.progress.of_part(f"with {params.share:.0%} of each reduction"),
+        )
+        with suppress(NoPlanError):  # in what time is left, it may find none
+            plain = search(options, without_reductions(job, params.share), failed, rest)
+            second = _add_reductions(plain, job, bound, tick, budget, params)
+            best = second if second.period < best.period else best
     return best
 
 
-def _add_reductions(found: Plan, job: Job, bound: Bound, tick_seconds: float, budget: Budget,
-                    params: OverlapParams) -> Plan:
-    """Return a copy of a plan with the job's overlapping reductions."""
-    schedule = add_overlapping_reductions(found.schedule, job, bound, tick_seconds, budget, params)
-    plan = Plan.from_schedule(schedule, evidence=found.evidence, fixed_period=found.fixed_period, end=found.end)
-    # What the searches told had no reductions, or a part of them.
-    budget.progress.report_plan("all reductions added", plan.period, schedule.seconds(schedule.lower_bound_ticks))
+def _add_reductions(
+    plan_without: Plan,
+    job: Job,
+    bound: Bound,
+    tick_seconds: float,
+    budget: Budget,
+    params: OverlapParams,
+) -> Plan:
+    """Return a copy of a plan with the job's overlapping reductions added."""
+    schedule = add_overlapping_reductions(
+        plan_without.schedule, job, bound, tick_seconds, budget, params
+    )
+    plan = Plan.from_schedule(
+        schedule,
+        evidence=plan_without.evidence,
+        fixed_period=plan_without.fixed_period,
+        end=plan_without.end,
+    )
+    # The searches reported periods without reductions, or with a part of them.
+    budget.progress.report_plan(
+        "all reductions added", plan.period, schedule.seconds(schedule.lower_bound_ticks)
+    )
     return plan
 
 
-def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed, *,
-                          grace: bool = True) -> Plan:
-    """Return the best plan of a job, in blocks if time is short."""
+def _plan_whole_or_blocks(
+    options: PlanOptions,
+    job: Job,
+    failed: Sequence[Worker],
+    budget: Budget,
+    speed: Speed,
+    *,
+    grace: bool = True,
+) -> Plan:
+    """Return the best plan of a job, in blocks of micro-batches if time is short.
+
+    `speed` says how many ops this machine can plan in time. With `grace`, the plan may take
+    somewhat longer than the budget.
+    """
     if has_overlapping_reductions(job):
-        return _plan_overlapped(options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace))
+        return _plan_overlapped(
+            options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace)
+        )
+    # Problems with layers elsewhere, or with unequal rooms, are searched over layouts alone.
     rooms = job.memory.capacity_of if job.memory else ()
     if options.method in BASELINES and (options.holds or rooms):
-        raise NoPlanError(f"{options.method} needs equal rooms and layers in place; expected --method cp-sat or "
-                          "greedy")
-    # Beside a problem in place with too little room, layouts that move layers had too little time: of four jobs' plans,
-    # two were 4 and 7 % longer.
+        raise NoPlanError(
+            f"{options.method} needs equal rooms and layers in place; expected --method cp-sat or "
+            "greedy"
+        )
+    # Beside a problem in place with too little room, layouts that move layers had too little time:
+    # of four jobs' plans, two were 4 and 7 % longer.
     if options.holds or (rooms and options.layers == "move"):
         return _solve_and_check(options, job, failed, None, budget)
     try:
@@ -264,46 +412,76 @@ def _plan_whole_or_blocks(options: PlanOptions, job: Job, failed: Sequence[Worke
     except NoPlanError as refusal:
         if options.layers == "move" and options.method not in BASELINES:
             return _solve_and_check(options, job, failed, None, budget)
-        if not (isinstance(refusal, NoRoomError) and options.slices and job.layers and max(job.layers) > 1):
+        if not (
+            isinstance(refusal, NoRoomError)
+            and options.slices
+            and job.layers
+            and max(job.layers) > 1
+        ):
             raise
         try:  # a micro-batch for which no worker has room at a whole stage may fit if it is cut
             return _solve_and_check(options, job, failed, None, budget)
         except NoPlanError as other:
             raise NoRoomError(refusal.lack, f"; for micro-batches cut by layers, {other}") from None
+    # Too many micro-batches for the time are planned in blocks of as many as fit.
     in_place = msgspec.structs.replace(options, layers="fixed", slices=False)
 
     def plan_block(block: Job, seconds: float) -> Schedule:
         within = msgspec.structs.replace(budget.with_seconds(seconds), progress=SearchProgress())
-        return _checked_schedule(find_best_candidate(in_place.make_problem(block, failed), in_place.method, within,
-                                                     in_place.params))
+        return _checked_schedule(
+            find_best_candidate(
+                in_place.make_problem(block, failed), in_place.method, within, in_place.params
+            )
+        )
 
     def ops_of(part: Job) -> int:
         part_problem = problem if part is job else in_place.make_problem(part, failed)
         return sum(piece.problem.operation_count for piece in decompose(part_problem))
 
-    whole = (options.layers == "move" or options.steps == 1) and ops_of(job) <= options.params.blocks.largest_moved
-    blocks = None if whole else choose_blocks(job, ops_of, budget.seconds_left, plan_block, speed, grace=grace)
+    # Jobs whose layers may move, and single list schedules, are planned whole up to a larger size.
+    as_a_whole = options.layers == "move" or options.steps == 1
+    blocks = None
+    if not (as_a_whole and ops_of(job) <= options.params.blocks.largest_moved):
+        blocks = choose_blocks(job, ops_of, budget.seconds_left, plan_block, speed, grace=grace)
     if blocks is None:
         return _solve_and_check(options, job, failed, problem, budget)
-    label = f"{blocks.number} blocks of about {max(job.microbatches) // blocks.number} micro-batches a pipeline"
-    budget.progress.report_line(f"too many micro-batches to plan at once in this time: planning {label}")
-    why = f"planned as {label}, each of which fills and drains the pipelines; with more time the whole iteration is " \
-          "planned at once"
-    return Plan.from_schedule(plan_in_blocks(job, blocks, strongest_bound(problem), plan_block), evidence=why)
+    size = max(job.microbatches) // blocks.number
+    label = f"{blocks.number} blocks of about {size} micro-batches a pipeline"
+    budget.progress.report_line(
+        f"too many micro-batches to plan at once in this time: planning {label}"
+    )
+    evidence = (
+        f"planned as {label}, each of which fills and drains the pipelines; with more time the "
+        "whole iteration is planned at once"
+    )
+    schedule = plan_in_blocks(job, blocks, strongest_bound(problem), plan_block)
+    return Plan.from_schedule(schedule, evidence=evidence)
 
 
-def _solve_and_check(options: PlanOptions, job: Job, failed: Sequence[Worker], problem: Problem | None,
-                     budget: Budget) -> Plan:
-    """Return the best plan over all candidates (problem in place, layouts) for these failures,
-    checked."""
-    solved = find_best_candidate(build_candidates(options, job, failed, problem), options.method, budget,
-                                 options.params)
-    return Plan.from_schedule(_checked_schedule(solved), fixed_period=solved.fixed_period, end=solved.end,
-                              evidence=solved.evidence)
+def _solve_and_check(
+    options: PlanOptions,
+    job: Job,
+    failed: Sequence[Worker],
+    problem: Problem | None,
+    budget: Budget,
+) -> Plan:
+    """Return the best plan found, after it passed the checker.
+
+    Candidates are `problem`, in which layers stay in place (None: left out), and allowed layouts.
+    """
+    solved = find_best_candidate(
+        build_candidates(options, job, failed, problem), options.method, budget, options.params
+    )
+    return Plan.from_schedule(
+        _checked_schedule(solved),
+        fixed_period=solved.fixed_period,
+        end=solved.end,
+        evidence=solved.evidence,
+    )
 
 
 def _checked_schedule(solved: Incumbent) -> Schedule:
-    """Return the schedule of a candidate's solutions, checked."""
+    """Return the schedule of a candidate's solved subproblems, after it passed the checker."""
     schedule = solved.make_schedule()
     violations = check(schedule)
     if violations:
@@ -313,7 +491,7 @@ def _checked_schedule(solved: Incumbent) -> Schedule:
 
 @contextmanager
 def _disable_garbage_collection() -> Iterator[None]:
-    """Return a context without garbage collection, a quarter of a large plan's time."""
+    """Return a context without garbage collection, which takes a quarter of a large plan's time."""
     on = gc.isenabled()
     gc.disable()
     try:

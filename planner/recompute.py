@@ -1,13 +1,11 @@
-"""Choose the stages that recompute their activations.
-
-They hold less memory from F to I, and run F again before I.
+"""Choose the stages that recompute their activations: they run F again before I.
 
 If memory is tight, a stage that holds less lets more micro-batches wait, and the pipeline idles
 less; otherwise the second forward is lost time. A run always recomputes the same layers, whichever
-workers fail. So the choice is made once, for a pipeline with all workers alive. List schedules
-decide: first among the choices of the first 0, 1, 2 ... stages, since the first stages hold the
-most micro-batches; then the best of these with each stage changed. The best choice and none are
-then planned by the whole search, as list schedules may be far from the best of either.
+workers fail, so the choice is made once, for a pipeline with all workers alive. List schedules
+decide: first among the choices of the first 0, 1, 2 ... stages, since these hold the most
+micro-batches; then the best of these with each stage changed. The best choice, and recomputing
+nothing, are then planned by the whole search, as list schedules may be far from the best of either.
 
 A bound on the period is proven for every choice (lemma 14 of docs/bounds.md).
 """
@@ -27,26 +25,32 @@ from slipstream.planner.job.layers import add_exactly, layer_costs, layer_counts
 from slipstream.planner.model.bounds import lower_bound, strongest_bound
 from slipstream.planner.model.bounds_layouts import work_bound
 from slipstream.planner.model.from_job import build_layered_problem
-from slipstream.planner.model.problem import LayoutScope, NoPlanError
+from slipstream.planner.model.problem import AllowedLayouts, NoPlanError
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.overlapped import bounding_problem
 from slipstream.planner.plan import plan_only
 from slipstream.schedules.schedule import Schedule, Scope, Worker
 
 AUTO = "auto"
+"""Value of the job key `training.recompute` that leaves the choice to the planner."""
 
 
 class Recomputation(msgspec.Struct, frozen=True, kw_only=True):
-    """Choice of the stages of a job that recompute their activations, and what it gains."""
+    """Choice of the stages of a job that recompute their activations, and its effect."""
 
     job: Job
     """Job with the times and the memory of the choice."""
     stages: tuple[int, ...]
-    """Numbers of the stages that recompute, in the order of a micro-batch."""
+    """Numbers of the stages that recompute, ascending."""
     period: float
-    """Period in seconds of the best plan of one pipeline with the choice. All workers are alive."""
+    """Period in seconds of the best plan of one healthy pipeline with the choice.
+
+    If none fits alone, it is that of the whole job.
+    """
     without: float | None
-    """Period in seconds of the best such plan without recomputation; None if memory allows none."""
+    """Period in seconds of the best such plan without recomputation; None if none fits."""
+    seconds: float
+    """Seconds of the search's clock that the choice took."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -69,25 +73,24 @@ def choose_recomputation(
 ) -> Recomputation:
     """Choose the stages whose activations are recomputed, for the shortest period.
 
-    The `clock` is that of a search that this choice is part of. Raises JobError if the job does not
-    state what a recomputed micro-batch holds, NoPlanError if no choice fits.
+    If this choice is part of a larger search, `clock` is that search's; None: a new one. Raises
+    JobError if the job does not state what a recomputed micro-batch holds, or if the limit is too
+    short for the job (TooLargeError); NoPlanError if no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
         raise JobError(
             "training.recompute is 'auto', but memory.recomputed is missing (memory of a "
             "micro-batch then); `slipstream profile` measures it"
         )
+    # One pipeline decides, by quick plans that share the time.
     clock = clock or options.make_clock()
-    quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False,
-                                    holds=()).with_limit(
-        options.params.blocks.recomputed_share * options.limit_seconds / (2 * job.depth + 1))
-    pipeline_job = replace(
-        job,
-        pipelines=1,
-        microbatches=(max(job.microbatches),),
-        time=replace(job.time, slow=()),
-        memory=replace(job.memory, capacity_of=()),
+    began = clock.now()
+    quick = msgspec.structs.replace(
+        options, method="greedy", layers="fixed", from_checkpoint=False, holds=()
+    ).with_limit(
+        options.params.blocks.recomputed_share * options.limit_seconds / (2 * job.depth + 1)
     )
+    pipeline_job = with_one_pipeline(job, max(job.microbatches))
     # The first stages hold the most micro-batches: try the first 0, 1, 2 ... of them.
     periods: dict[tuple[int, ...], float | None] = {}
     best: tuple[int, ...] = ()
@@ -99,10 +102,9 @@ def choose_recomputation(
             best, tuple(sorted({*best} ^ {stage})), periods, pipeline_job, quick, clock
         )
     if periods[best] is None:
-        plan_only(quick.with_limit(options.limit_seconds), job, (), clock)  # says what does not fit
-        raise NoPlanError(
-            "no schedule fits into memory, whichever stages recompute their activations"
-        )
+        # Workers with more memory of their own may run all. If not, this says what does not fit.
+        periods[()] = plan_only(quick.with_limit(options.limit_seconds), job, (), clock).period
+        best = ()
     # List schedules may be far from the best of either: the whole search compares the two.
     if best and periods[()] is not None:
         whole = quick.with_limit(options.params.blocks.recomputed_share * options.limit_seconds / 2)
@@ -112,7 +114,11 @@ def choose_recomputation(
     period = periods[best]
     assert period is not None
     return Recomputation(
-        job=with_recomputation(job, best), stages=best, period=period, without=periods[()]
+        job=with_recomputation(job, best),
+        stages=best,
+        period=period,
+        without=periods[()],
+        seconds=clock.now() - began,
     )
 
 
@@ -124,7 +130,11 @@ def _better_choice(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return the better of two choices of stages by the period of a list schedule."""
+    """Return `stages` if its list schedule is shorter than that of `best`, else `best`.
+
+    Both are stages that recompute. `periods` has the periods known so far, None for a choice
+    without a schedule; that of `stages` is added.
+    """
     if stages not in periods:
         periods[stages] = _list_period(
             with_recomputation(job, stages), options, periods.get(best), clock
@@ -140,7 +150,10 @@ def _compare_with_none(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return `best`, or no stage if that is no worse by the whole search."""
+    """Return the stages `best` if recomputing them is faster, by the whole search, else none.
+
+    `periods` has the periods in seconds that were found so far, by stages; shorter ones are stored.
+    """
     for stages in (best, ()):
         shortest = _list_period(with_recomputation(job, stages), options, None, clock)
         periods[stages] = min(filter(None, (periods[stages], shortest)))
@@ -152,7 +165,7 @@ def _compare_with_none(
 def _list_period(
     job: Job, options: PlanOptions, shortest: float | None, clock: Clock
 ) -> float | None:
-    """Return the period, in seconds, of a job's list schedule with these options."""
+    """Return a plan's period in seconds; None if nothing fits or it cannot beat `shortest`."""
     try:
         problem = options.make_problem(job)
         if shortest is not None and lower_bound(problem) * problem.tick_seconds >= shortest:
@@ -162,13 +175,37 @@ def _list_period(
         return None
 
 
-def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
-    """Return the job in which these stages recompute their activations.
+def with_one_pipeline(job: Job, microbatches: int) -> Job:
+    """Return a copy of the job with a single healthy pipeline, which reads `microbatches`.
 
-    With two directions, they do so in both. F is run again in I, or in W at a first stage that has
-    no I; until then, only what a recomputed micro-batch holds is kept. While a layer is recomputed,
-    its activation exists once more, in addition to what W will need: the room of a worker is
-    reduced by the largest such amount.
+    The room of a column is the usual one, or the largest if all its workers have rooms of their
+    own.
+    """
+    # Workers that are slow, or have a memory of their own, are no ground for a choice for all.
+    memory = job.memory
+    if memory is not None:
+        capacity = list(memory.capacity)
+        for column in range(job.stages):
+            own_rooms = [room for worker, room in memory.capacity_of if worker.column == column]
+            if len(own_rooms) == job.pipelines:
+                capacity[column] = max(own_rooms)
+        memory = replace(memory, capacity=tuple(capacity), capacity_of=())
+    return replace(
+        job,
+        pipelines=1,
+        microbatches=(microbatches,),
+        nodes=(),
+        memory=memory,
+        time=replace(job.time, slow=()),
+    )
+
+
+def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
+    """Return a copy of the job in which these stages recompute their activations.
+
+    In bidirectional pipelines, both copies of a stage recompute. F runs again in I, or in W at a
+    first stage that has no I; until then, only `memory.recomputed` is kept, which the job must
+    state. The room of a worker is less by what its largest layer holds while it is recomputed.
     """
     again, memory, time = frozenset(stages), job.memory, job.time
     if not again:
@@ -193,10 +230,12 @@ def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
             stash[place] = min(stash[place], activation[place])
         else:
             backward_input[place] = add_exactly(backward_input[place], time.forward[place])
-        # While a layer is recomputed, its activation exists once more.
+        # While a layer is recomputed, its activation exists once more, in addition to what W will
+        # need.
         kept_for_weight = max(0.0, stash[place] - activation[place])
         once_more = _largest_layer(job, place % job.depth) + kept_for_weight
         reserve[column] = max(reserve[column], once_more)
+    # One layer is recomputed at a time: the largest amount of any stage is reserved, once.
     capacity = tuple(
         max(0.0, add_exactly(room, -less))
         for room, less in zip(memory.capacity, reserve, strict=True)
@@ -227,9 +266,10 @@ def with_bound_of_choices(
 ) -> Schedule:
     """Return a copy of the schedule whose bound holds whichever stages recompute.
 
-    The bound is never raised. The `job` recomputes nothing yet; the schedule is a plan of one of
-    the choices.
+    The bound is lowered or kept, never raised. The schedule is a plan for one choice of stages; in
+    `job`, none recompute.
     """
+    # Each stage gives a bound for all choices (lemma 14): the largest of them counts.
     bounds = [
         _choices_bound(job, stage, schedule.scope, options, failed) for stage in range(job.depth)
     ]
@@ -241,7 +281,7 @@ def with_bound_of_choices(
 
 
 class _BoundInTicks(NamedTuple):
-    """Lower bound in ticks of `tick_seconds`."""
+    """Lower bound on a period in ticks, with the seconds of a tick."""
 
     ticks: int
     tick_seconds: float
@@ -250,11 +290,9 @@ class _BoundInTicks(NamedTuple):
 def _choices_bound(
     job: Job, stage: int, scope: Scope, options: PlanOptions, failed: Sequence[Worker]
 ) -> _BoundInTicks:
-    """Return a bound for all choices of recomputed stages.
-
-    It is the smaller of two, in which `stage` is one and is none. All other stages take the time of
-    one that does not recompute, and the memory of one that does.
-    """
+    """Return a bound for all choices: the smaller with `stage` recomputed or not."""
+    # All other stages take the time of one that does not recompute, and the memory of one that
+    # does.
     found = []
     for stages in ((), (stage,)):
         relaxed = _with_least_memory(with_recomputation(job, stages), job, stage)
@@ -268,7 +306,11 @@ def _choices_bound(
 
 
 def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
-    """Return `chosen` with the least memory that any choice gives the other stages."""
+    """Return `chosen` in which all stages but `stage` hold the least of any choice.
+
+    The least is what a stage holds in `chosen`, or in `job` if it recomputes.
+    """
+    # A stage holds least if it recomputes; in both directions of a bidirectional pipeline.
     recomputed = with_recomputation(job, range(job.depth))
     assert chosen.memory is not None and recomputed.memory is not None
     places = range(len(job.columns))
@@ -280,37 +322,46 @@ def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
                 smallest[place] = values[place]
         return tuple(smallest)
 
-    return replace(chosen, memory=replace(
-        chosen.memory, activation=least(chosen.memory.activation, recomputed.memory.activation),
-        weight_stash=least(chosen.memory.weight_stash, recomputed.memory.weight_stash)))
+    return replace(
+        chosen,
+        memory=replace(
+            chosen.memory,
+            activation=least(chosen.memory.activation, recomputed.memory.activation),
+            weight_stash=least(chosen.memory.weight_stash, recomputed.memory.weight_stash),
+        ),
+    )
 
 
 def _bound_in_scope(
     job: Job, scope: Scope, options: PlanOptions, failed: Sequence[Worker]
 ) -> _BoundInTicks:
-    """Return a bound on a job's period for the schedules of this scope or wider."""
+    """Return a lower bound on a job's period for the schedules of this scope."""
     if scope is Scope.LAYERS:
-        below = build_layered_problem(job, failed, LayoutScope(layers="move"), down=True)
+        below = build_layered_problem(job, failed, AllowedLayouts(layers="move"), down=True)
         return _BoundInTicks(work_bound(below), below.tick_seconds)
     if scope is Scope.ROLES:
         whole = bounding_problem(options, job, (), down=True)
         return _BoundInTicks(any_roles_bound(job, failed, options).ticks, whole.tick_seconds)
     problem = bounding_problem_in(scope, options, job, failed)
-    # layers may be equal with one choice only
+    # Layers that are equal in one choice may differ in another; then no equal parts may be assumed.
     if job.layer_values is not None and problem.can_cut_stages:
         problem = replace(problem, parts=(0,) * len(problem.parts))
     return _BoundInTicks(strongest_bound(problem).ticks, problem.tick_seconds)
 
 
 def _largest_layer(job: Job, stage: int) -> float:
-    """Return the most memory, in the job's unit, that a stage's layer holds until I."""
+    """Return the activation memory of a stage's largest layer, in the job's unit."""
     counts = layer_counts(job)
     first = sum(counts[:stage])
-    return float(max(layer_costs(job).activation[first:first + counts[stage]]))
+    return float(max(layer_costs(job).activation[first : first + counts[stage]]))
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return the values of each layer, changed for recomputation."""
+    """Return layer values with `chosen` stages recomputed; None if the job has none.
+
+    By stage, `chosen` says whether F runs again in I, and `late` whether in W instead.
+    """
+    # By stage, `chosen` says whether it recomputes, and `late` whether in W instead of I.
     if job.layer_values is None:
         return None
     costs = layer_costs(job)

@@ -1,6 +1,6 @@
 """Replay schedules with torch, with one process or a group of processes for each worker.
 
-From the top, each floor on those below it:
+From the top, each part uses those below it:
 
     api            the public names
     launch         starts and supervises a run on node 0
@@ -9,6 +9,7 @@ From the top, each floor on those below it:
     worker/        what runs in a worker's process
     node_agent     takes part in a run as a node other than node 0
     tools/         profile, self-test, reference run
+    torchtitan_pipelining/  plans inside torchtitan's Trainer
 
     own_loop       replay in a user's own loop: no coordinator, job file or run folder
     torch_pipelining/  plans inside torch.distributed.pipelining, in a loop of the user's own
@@ -36,17 +37,21 @@ From the top, each floor on those below it:
 
 import os
 
-# torch prints some 30 lines of C++ frames when a connection of its store ends, and a line for each peer that no name
-# server knows. The error itself is raised, and shown in one line. Must be set before torch is imported.
+# torch prints some 30 lines of C++ frames when a connection of its store ends, and a line for each
+# peer that no name server knows. The error itself is raised, and shown in one line. Must be set
+# before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# A change of schedules changes the sizes of allocations: segments that cannot grow would leave memory fragmented.
+# A change of schedules changes the sizes of allocations: segments that cannot grow would leave
+# memory fragmented.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-# Otherwise torch initializes CUDA to count GPUs, and processes that are forked later cannot use them.
+# Otherwise torch initializes CUDA to count GPUs, and processes that are forked later cannot use
+# them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# Streams that share one of the GPU's queues wait for each other. With NCCL, a worker has a stream for each neighbor
-# and direction, in which a receive may wait for a long time. CUDA has 8 queues by default, and at most 32.
+# Streams that share one of the GPU's queues wait for each other. With NCCL, a worker has a stream
+# for each neighbor and direction, in which a receive may wait for a long time. CUDA has 8 queues by
+# default, and at most 32.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

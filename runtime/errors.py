@@ -10,17 +10,24 @@ class ConfigError(ValueError):
 
 
 class CoordinatorFailedError(RuntimeError):
-    """Unhandled error of a coordinator whose workers live, so that another can take over. The
-    message is one line, and the original error is the cause."""
+    """Error that ended a coordinator but not its workers, so that another can take over.
+
+    The message is one line, and the original error is the cause.
+    """
 
 
 class OtherRunError(CoordinatorFailedError):
-    """Error of a coordinator that found live workers of a run other than its job's. The workers are
-    left as they are, for another coordinator. The message is one line."""
+    """Error of a coordinator that found live workers, but of another run than its own.
+
+    The workers are left as they are, for another coordinator. The message is one line.
+    """
 
 
 class NoLiveWorkerError(RuntimeError):
-    """Error of taking over a run of which no worker is alive. The message is one line."""
+    """Error that a run cannot be taken over: none of its workers can be reached.
+
+    The message is one line.
+    """
 
 
 def describe_data_end(iteration: int) -> str:
@@ -29,7 +36,7 @@ def describe_data_end(iteration: int) -> str:
 
 
 def describe_reason(error: Exception) -> str:
-    """Return an error's reason in one line: the system's message, else its own."""
+    """Return an error's message in one line; of an OSError, only the system's message."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 

@@ -1,9 +1,10 @@
 """Describe the events of a run, the lines of `events.jsonl` (docs/formats.md).
 
-There is one struct for each kind of event, one JSON object each. The name of a kind in the file is
-the class name in lower case with underscores (`OrderGiven`: `order_given`). The component that
-emits an event sets the fields of its kind; `runtime.coordinator.records.run_log` sets the fields
-that all kinds have. Importing this module needs no torch.
+Each kind of event has a struct, and each event is one JSON object. The name of a kind in the file
+is the class name in lower case with underscores (`OrderGiven`: `order_given`); only `RunFinished`
+is named `finished`. Who emits an event sets the fields of its kind;
+`runtime.coordinator.records.run_log` sets the fields that all kinds have. Importing this module
+needs no torch.
 """
 
 import re
@@ -20,11 +21,13 @@ LOSSES = "losses.jsonl"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SCHEDULES = "schedules"
-"""Folder of the schedules that events name, in the run's folder, like the three files above."""
+"""Folder of the schedules that events name, in the run's folder."""
 Phase = Literal["whole", "at once", "settled"]
-"""Kind of schedule that members train by: "whole" with all workers. "at once" if some do not take
-part, and the others hold what they held before; "settled" if layers have moved since the last
-change of members."""
+"""Kind of a schedule, by who takes part and whether layers have moved.
+
+"whole": all workers take part. "at once": some do not, and the others hold what they held before.
+"settled": layers have moved since the last change of members.
+"""
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -39,11 +42,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_e
     """Base of all kinds of events, with the fields that the event log sets."""
 
     time: float = 0.0
-    """Wall clock, in seconds since 1970. It never decreases within one start of the run."""
+    """Wall clock, in seconds since 1970, which never decreases within one start of the run."""
     seconds: Seconds = 0.0
     """Seconds since this start of the run."""
     iteration: Count = 0
-    """First iteration that was not committed when the event occurred."""
+    """First iteration that was not yet committed when the event occurred."""
 
 
 class Started(Event, frozen=True, kw_only=True):
@@ -70,12 +73,15 @@ class Failed(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """Event: a node has lost its last worker, after a `Failed` event of each."""
+    """Event: all workers of a failure domain are lost, after a `Failed` event of each."""
 
     node: Count
-    """Number of the node, by `[topology]`, or in the order of starts."""
+    """Number of the failure domain: a node of `[topology]`, or else a machine.
+
+    Machines are numbered in the order of their nodes, of which one may have several.
+    """
     workers: tuple[Worker, ...]
-    """All workers of the node."""
+    """All workers of the failure domain."""
 
 
 class OrderGiven(Event, frozen=True, kw_only=True):
@@ -94,8 +100,8 @@ class PlanAsked(Event, frozen=True, kw_only=True):
     """Event: the coordinator begins to search for a schedule."""
 
     down: tuple[Worker, ...]
+    """Workers that do not take part in the schedule."""
     phase: Phase
-    """Kind of schedule (`Phase`) that is looked for."""
 
 
 class PlanAnswered(Event, frozen=True, kw_only=True):
@@ -134,11 +140,11 @@ class FetchBegun(Event, frozen=True, kw_only=True):
 
 
 class FetchProgressed(Event, frozen=True, kw_only=True):
-    """Event: a worker has received all layers that it had to fetch."""
+    """Event: one more worker has received all that it had to get in `fetch`."""
 
     fetch: Count
     share: Share
-    """Copies for workers that have all of theirs, divided by all copies to fetch."""
+    """Share of the fetch's copies of layers whose workers have received all of theirs."""
 
 
 class FetchAbandoned(Event, frozen=True, kw_only=True):
@@ -163,10 +169,10 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """Event: all members have begun their first op after failures, a join, or a change."""
+    """Event: all members have begun their first op after failures, joins or moves of layers."""
 
     pause: Seconds
-    """Seconds from the first failure, or from when all had stopped, to the last first op."""
+    """Seconds from the first failure, or the last member's stop, until all members compute."""
     live: Count
 
 
@@ -192,7 +198,7 @@ class LeftOut(Event, frozen=True, kw_only=True):
 
 
 class WentBack(Event, frozen=True, kw_only=True):
-    """Event: committed iterations are discarded, back to the checkpoint of `iteration`."""
+    """Event: committed iterations are undone, back to the checkpoint of `iteration`."""
 
     lost: Count
     """Number of committed iterations that are run again."""
@@ -200,7 +206,7 @@ class WentBack(Event, frozen=True, kw_only=True):
 
 
 class CoordinatorRestarted(Event, frozen=True, kw_only=True):
-    """Event: a new coordinator has taken over the workers of one that was lost."""
+    """Event: a new coordinator has taken over the workers of a lost coordinator."""
 
     live: Count
     """Number of workers that the new coordinator found."""
@@ -210,26 +216,46 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
     """Event: a checkpoint is complete."""
 
     checkpoint: Count
-    """Iterations that were done at the checkpoint, the number in its folder's name."""
+    """Number of iterations done at the checkpoint, as in the name of its folder."""
     took: Seconds
 
 
 class Noted(Event, frozen=True, kw_only=True):
-    """Event: a problem of another kind occurred, and the run continued."""
+    """Event, in words: something happened of which no other event tells, such as a problem."""
 
     text: str
 
 
-class Finished(Event, frozen=True, kw_only=True):
+class RunFinished(Event, frozen=True, kw_only=True, tag="finished"):
     """Event: the run ends. A run that was killed has no such line."""
 
     error: str | None = None
     """Reason why the run ends before its last iteration; None if it is complete."""
 
 
-AnyEvent = (Started | Failed | NodeLost | OrderGiven | PlanAsked | PlanAnswered | SettlingChosen | FetchBegun
-            | FetchProgressed | FetchAbandoned | HandedOver | Joined | Resumed | Slowed | Recovered | LeftOut | WentBack
-            | CoordinatorRestarted | CheckpointWritten | Noted | Finished)
+AnyEvent = (
+    Started
+    | Failed
+    | NodeLost
+    | OrderGiven
+    | PlanAsked
+    | PlanAnswered
+    | SettlingChosen
+    | FetchBegun
+    | FetchProgressed
+    | FetchAbandoned
+    | HandedOver
+    | Joined
+    | Resumed
+    | Slowed
+    | Recovered
+    | LeftOut
+    | WentBack
+    | CoordinatorRestarted
+    | CheckpointWritten
+    | Noted
+    | RunFinished
+)
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,12 +265,14 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     """Mean loss over all micro-batches. None if it was not finite, and no step was made."""
     period: Seconds | None = None
-    """Longest time, in seconds, of any worker from its first op's start to its step's end."""
+    """Seconds of the longest busy window of any worker; None if unknown."""
     time: float | None = None
     """Time of the commit in seconds since 1970; None in files of earlier versions."""
     cost_error: float | None = None
-    """Root mean square of measured / expected - 1 of the samples' costs, if these are known. What
-    is expected is a multiple of the median of each worker's ops of a kind."""
+    """Root mean square of measured / expected - 1 over ops; None without known costs.
+
+    Expected is the median of a worker's ops of a kind, times the relative cost of the op's sample.
+    """
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,7 +281,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     iteration: Count
     loss: float | None
     validation_loss: float | None
-    """Loss on validation data after the step of this iteration, if they were evaluated then."""
+    """Loss on validation data after the step of this iteration; None without an evaluation."""
     gradient_norm: float | None
     """Norm of all gradients before clipping."""
     learning_rate: float
@@ -264,7 +292,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     live: Count | None
     phase: Phase | None
     recoveries: Count
-    """Recoveries (completed changes of members or layers) so far, over all starts of the run."""
+    """Number of completed changes of members or layers so far, over all starts."""
     time: float
     """Time of the commit in seconds since 1970; 0 if it is not known."""
 
@@ -273,8 +301,7 @@ encode = msgspec.json.Encoder().encode
 Observer = Callable[[Event], None]
 """Function that is called with each event, on the coordinator's thread."""
 IterationObserver = Callable[[Metrics], None]
-"""Function that is called with the metrics of each committed iteration, on the coordinator's
-thread."""
+"""Function that is called with each committed iteration's metrics, on the same thread."""
 
 decode_event: Callable[[bytes], AnyEvent] = msgspec.json.Decoder(AnyEvent).decode
 decode_metrics: Callable[[bytes], Metrics] = msgspec.json.Decoder(Metrics).decode

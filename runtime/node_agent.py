@@ -1,7 +1,7 @@
 """Take part in a run as a node other than node 0.
 
-The coordinator says which workers to start and end. The program that they run and the place where
-they write come from this node's own job file and command line.
+The coordinator says which workers to start and end. What these workers run, and where they write,
+comes from this node's own job file and command line.
 """
 
 import select
@@ -21,12 +21,25 @@ from slipstream.runtime.checkpoints.checkpoint import CheckpointError, open_chec
 from slipstream.runtime.config import ConfigError
 from slipstream.runtime.device import gpu_count
 from slipstream.runtime.errors import RunError
-from slipstream.runtime.processes.file_descriptors import LAUNCHER_DESCRIPTORS, raise_descriptor_limit
+from slipstream.runtime.processes.file_descriptors import (
+    LAUNCHER_DESCRIPTORS,
+    raise_descriptor_limit,
+)
 from slipstream.runtime.processes.fork_server import ForkServer, ForkServerError
-from slipstream.runtime.processes.launch_environment import ONLY_PROCESS, GpuShare, LocalProcess, compute_gpu_share
+from slipstream.runtime.processes.launch_environment import (
+    ONLY_PROCESS,
+    GpuShare,
+    LocalProcess,
+    compute_gpu_share,
+)
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.restart_policy import StartLimit, StartLimitError
-from slipstream.runtime.processes.stop_signals import GRACE_SECONDS, RunStopped, StopSignals, handle_stop_signals
+from slipstream.runtime.processes.stop_signals import (
+    GRACE_SECONDS,
+    RunStopped,
+    StopSignals,
+    handle_stop_signals,
+)
 from slipstream.runtime.processes.worker_start import NodeSettings
 from slipstream.runtime.protocol import to_node_agent
 from slipstream.runtime.protocol.channel import Channel
@@ -49,170 +62,269 @@ from slipstream.schedules.schedule import Worker
 
 AgentLink = CoordinatorLink[ToNodeAgent, NodeSetup]
 JOIN_RETRY_SECONDS = 0.5
-"""Seconds between attempts to join while this node's last process still counts as present."""
+"""Seconds between attempts to join the run, or to find another node 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """Job of a node other than node 0, by its own job file and command line."""
+    """Job of a node other than node 0, by the job file and options there."""
 
     settings: NodeSettings
-    """Settings of the node's workers; `resume` is node 0's checkpoint, or a run that has it."""
+    """Settings of the node's workers; `resume` is a checkpoint, or a run that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
 
 
 class RunDoneError(Exception):
-    """Error for a node that waits for a run which has done all iterations meanwhile."""
+    """Error for a node that waits for node 0 although the run has ended."""
 
 
-def join_run(rendezvous: Rendezvous, job: NodeJob, *, node: int, nodes: int,
-             fork_server: ForkServer | None = None, local: LocalProcess = ONLY_PROCESS,
-             join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS,
-             notify: Callable[[str], None] = lambda _: None, is_done: Callable[[], bool] = lambda: False) -> None:
+def join_run(
+    rendezvous: Rendezvous,
+    job: NodeJob,
+    *,
+    node: int,
+    nodes: int,
+    fork_server: ForkServer | None = None,
+    local: LocalProcess = ONLY_PROCESS,
+    join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+    grace_seconds: float = GRACE_SECONDS,
+    notify: Callable[[str], None] = lambda _: None,
+    is_done: Callable[[], bool] = lambda: False,
+) -> None:
     """Take part in the run that node 0 leads, with this node's workers.
 
-    The workers' logs, and the parameters of layers that they write, go into `job.settings.out`.
-    After SIGTERM or Ctrl-C the workers leave the run at the next iteration, or are killed after
-    `grace_seconds`; the other nodes continue.
+    The workers' logs, and the parameters that they write, go into `job.settings.out`. After SIGTERM
+    or Ctrl-C the workers leave the run at the next iteration, or are killed after `grace_seconds`;
+    the other nodes continue.
 
     Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has
-    another secret, ConfigError if its job or this machine does not fit, FolderError if another
-    process writes to that folder as this node, RunError if the run fails, and RunStopped after a
-    signal.
+    another secret, ConfigError if the job or this machine does not fit, CheckpointError if this
+    node's checkpoint does not, FolderError if another process writes to that folder as this node,
+    OSError if it cannot be written, RunError if the run fails, ForkServerError if the fork server
+    dies, and RunStopped after a signal.
 
     Parameters
     ----------
+    rendezvous
+        Address of node 0.
+    node
+        Number of this node, from 1.
+    nodes
+        Number of nodes of the run, node 0 included.
     local
         This process's rank on its machine, from which the workers' GPUs follow.
     fork_server
         Fork server that starts the workers; None: a new one.
+    join_timeout_seconds
+        Longest wait for node 0.
     notify
         Function that is called with a line of text while node 0 is waited for.
     is_done
-        Function that returns whether the run has done all iterations, so that node 0 will not come.
+        Function that returns True if the run has done all iterations, so that node 0 will not come.
     """
     raise_descriptor_limit(LAUNCHER_DESCRIPTORS)
     out = Path(job.settings.out)
     joins_again = True
     while joins_again:
-        channel, setup = _connect_to_coordinator(rendezvous, job, node, join_timeout_seconds,
-                                                 partial(_notify_unless_done, notify, is_done))
-        link = CoordinatorLink(channel, setup, lambda hello, seconds: Channel(
-            rendezvous, job.settings.secret, hello, to_node_agent.decode, seconds))
+        # Wait for node 0, which says which workers to start.
+        channel, setup = _connect_to_coordinator(
+            rendezvous,
+            job,
+            node,
+            join_timeout_seconds,
+            partial(_notify_unless_done, notify, is_done),
+        )
+        link = CoordinatorLink(
+            channel,
+            setup,
+            lambda hello, seconds: Channel(
+                rendezvous, job.settings.secret, hello, to_node_agent.decode, seconds
+            ),
+        )
         with closing(link), ExitStack() as stack:
-            gpus = _find_own_gpus(setup, node, nodes, local, job.settings.config.training.tensor_parallel)
+            # Check that the workers fit this machine and this node's job.
+            gpus = _find_own_gpus(
+                setup, node, nodes, local, job.settings.config.training.tensor_parallel
+            )
             settings = _build_own_settings(job, setup, notify)
             stop = stack.enter_context(handle_stop_signals())
             stack.enter_context(hold_folder_lock(out, node))
             if not setup.restarted:
-                clear_parameters(out)  # the folder may be shared with node 0, whose workers have logs there
-            # A single worker has no reports that could be combined.
+                # The folder may be shared with node 0, whose workers have logs there.
+                clear_parameters(out)
+            # Gather the workers' reports; a single worker has none that could be combined.
             gatherer = stack.enter_context(ReportGatherer()) if len(setup.workers) > 1 else None
             settings = replace(settings, reports=None if gatherer is None else gatherer.address)
+            # Have the fork server clean up even if this process is killed.
             server = fork_server or stack.enter_context(ForkServer())
-            server.register_cleanup("slipstream.runtime.run_folder:remove_lock", lock_path(out, node).absolute())
+            server.register_cleanup(
+                "slipstream.runtime.run_folder:remove_lock", lock_path(out, node).absolute()
+            )
             if gatherer is not None:
                 server.register_cleanup("shutil:rmtree", gatherer.folder)
-            processes = NodeProcesses(server, rendezvous, setup.workers,
-                                      gpu_count(setup.common.device), settings, gpus.first)
+            processes = NodeProcesses(
+                server,
+                rendezvous,
+                setup.workers,
+                gpu_count(setup.common.device),
+                settings,
+                gpus.first,
+            )
+            # Start the workers, and carry out what node 0 says until the run ends.
             with processes.run_workers(restarted=setup.restarted):
-                agent = _NodeAgent(node, link, processes, StartLimit(setup.workers), stop, gatherer, notify=notify,
-                                   grace_seconds=grace_seconds,
-                                   coordinator_timeout_seconds=settings.coordinator_timeout_seconds)
+                agent = _NodeAgent(
+                    node,
+                    link,
+                    processes,
+                    StartLimit(setup.workers),
+                    stop,
+                    gatherer,
+                    notify=notify,
+                    grace_seconds=grace_seconds,
+                    coordinator_timeout_seconds=settings.coordinator_timeout_seconds,
+                )
                 error = agent.serve()
         joins_again = agent.run_restarts and stop.received is None
         if joins_again:
             notify(f"{error}: joins node 0 again, which starts the run again")
     if stop.received is not None:
-        raise RunStopped(stop.received, f"interrupted by {stop.received.name}; the workers of node {node} have left"
-                         + ("" if error is None else f": {error}"))
+        text = f"interrupted by {stop.received.name}; the workers of node {node} have left"
+        raise RunStopped(stop.received, text if error is None else f"{text}: {error}")
     if error is not None:
         raise RunError(error)
 
 
-def _notify_unless_done(notify: Callable[[str], None], is_done: Callable[[], bool], line: str) -> None:
+def _notify_unless_done(
+    notify: Callable[[str], None], is_done: Callable[[], bool], line: str
+) -> None:
     """Call `notify` with a line, or raise RunDoneError if the run is done."""
     if is_done():
         raise RunDoneError(line)
     notify(line)
 
 
-def _find_own_gpus(setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int) -> GpuShare:
-    """Return the GPUs of a node's workers, each of which has `ranks` processes."""
-    # The answer of node 0 is `setup`; `local` is this process's rank on its machine. Raises
-    # ConfigError if node 0 has another number of nodes, or this machine has too few GPUs.
+def _find_own_gpus(
+    setup: NodeSetup, node: int, nodes: int, local: LocalProcess, ranks: int
+) -> GpuShare:
+    # Raises ConfigError if node 0 has another number of nodes, or this machine has too few GPUs:
+    # better now than in each worker.
     if len(setup.shares) != nodes:
-        raise ConfigError(f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same")
-    common, gpus = setup.common, compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
+        raise ConfigError(
+            f"--nodes is {nodes} here and {len(setup.shares)} at node 0; expected the same"
+        )
+    common = setup.common
+    gpus = compute_gpu_share([workers * ranks for workers in setup.shares], node, local)
     cards = gpu_count(common.device)
-    if common.device == "cuda" and (cards == 0 or (common.transport == "nccl" and cards < gpus.processes
-                                                   and not setup.config.training.share_devices)):
-        raise ConfigError(f"node {node} has {cards} GPUs for {gpus.processes} worker processes; {common.transport} "
-                          "needs more")
+    if common.device == "cuda" and (
+        cards == 0
+        or (
+            common.transport == "nccl"
+            and cards < gpus.processes
+            and not setup.config.training.share_devices
+        )
+    ):
+        raise ConfigError(
+            f"node {node} has {cards} GPUs for {gpus.processes} worker processes; "
+            f"{common.transport} needs more"
+        )
     return gpus
 
 
-def _build_own_settings(job: NodeJob, setup: NodeSetup, notify: Callable[[str], None]) -> NodeSettings:
-    """Return the settings for this node's workers: those of node 0, except for paths."""
-    # Tell users by `notify` if node 0 trains for another number of iterations. Raises ConfigError
-    # if node 0 runs another job.
+def _build_own_settings(
+    job: NodeJob, setup: NodeSetup, notify: Callable[[str], None]
+) -> NodeSettings:
+    """Return the settings for this node's workers: those of node 0, except for paths.
+
+    `notify` gets a line for users if the iterations differ. Raises ConfigError if the jobs differ.
+    """
+    # Raises ConfigError if node 0 runs another job: models and trainings must be the same.
     config, start = job.settings.config, job.settings.resume
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
-        config = replace(config, training=replace(config.training, recompute=setup.config.training.recompute))
+        config = replace(
+            config, training=replace(config.training, recompute=setup.config.training.recompute)
+        )
     for table in ("model", "training"):
         ours, theirs = getattr(config, table), getattr(setup.config, table)
         for key in ours.__struct_fields__:
             if key != "iterations" and getattr(ours, key) != getattr(theirs, key):
-                raise ConfigError(f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at node "
-                                  "0; start every node with the same job file and options")
-    # Node 0 decides how long to train, like the other numbers of `WorkerSetup`. Learning rates depend on it.
+                raise ConfigError(
+                    f"{table}.{key} is {getattr(ours, key)!r} here and {getattr(theirs, key)!r} at "
+                    "node 0; start every node with the same job file and options"
+                )
+    # Node 0 decides how long to train, like the other numbers of `WorkerSetup`. Learning rates
+    # depend on it.
     iterations = setup.config.training.iterations
     if config.training.iterations != iterations:
-        notify(f"training.iterations is {config.training.iterations} here and {iterations} at node 0; trains for "
-               f"{iterations}")
+        notify(
+            f"training.iterations is {config.training.iterations} here and {iterations} at node 0; "
+            f"trains for {iterations}"
+        )
         config = replace(config, training=replace(config.training, iterations=iterations))
+    # Node 0 may name only workers of this node's job.
     unknown = set(setup.workers) - set(job.workers)
     if unknown:
-        raise ConfigError(f"node 0 has a worker {min(unknown)}, which is not in this job; start every node with the "
-                          "same job file")
+        raise ConfigError(
+            f"node 0 has a worker {min(unknown)}, which is not in this job; start every node with "
+            "the same job file"
+        )
+    # Each node reads its own copy of the checkpoint. Workers of a run that has continued need none,
+    # as long as others have the layers.
     resume = None
     if setup.first_iteration and not setup.restarted:
         if start is None:
-            raise ConfigError(f"node 0 resumes from iteration {setup.first_iteration}; start every node with --resume")
+            raise ConfigError(
+                f"node 0 resumes from iteration {setup.first_iteration}; start every node with "
+                "--resume"
+            )
         resume = str(_find_own_checkpoint(Path(start), setup.first_iteration).resolve())
-    elif setup.first_iteration and start is not None:  # layers come from other workers, while they have them
+    elif setup.first_iteration and start is not None:
         with suppress(CheckpointError):
             resume = str(_find_own_checkpoint(Path(start), setup.first_iteration).resolve())
-    return replace(job.settings, config=config, out=str(Path(job.settings.out).resolve()), resume=resume)
+    return replace(
+        job.settings, config=config, out=str(Path(job.settings.out).resolve()), resume=resume
+    )
 
 
 def _find_own_checkpoint(folder: Path, iteration: int) -> Path:
-    """Return the path of this node's copy of the checkpoint of an iteration."""
-    # It is the iteration's folder in the checkpoint folder of `folder`, else the iteration's folder
-    # in `folder`, else `folder` itself. Raises CheckpointError if the checkpoint is of another
-    # iteration.
+    # `folder` is that of a run, of its checkpoints, or of the checkpoint itself. Raises
+    # CheckpointError if the checkpoint is of another iteration.
     name = f"iteration-{iteration}"
-    path = next((path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder)
+    path = next(
+        (path for path in (folder / CHECKPOINTS / name, folder / name) if path.is_dir()), folder
+    )
     actual = open_checkpoint(path).iteration
     if actual != iteration:
-        raise CheckpointError(f"{path}: a checkpoint of iteration {actual}; node 0 resumes from iteration {iteration}")
+        raise CheckpointError(
+            f"{path}: a checkpoint of iteration {actual}; node 0 resumes from iteration {iteration}"
+        )
     return path
 
 
-def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, timeout_seconds: float,
-                            notify: Callable[[str], None]) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """Connect to the coordinator, and return its answer, too, with the workers to start."""
-    # Waits up to `timeout_seconds` for node 0. Asks again, after a line of text to `notify`, while
-    # the coordinator has not noticed that this node's last process is gone. If node 0 disappears
-    # before it answers, waits up to `coordinator_timeout_seconds` of its settings for it, within
-    # the same limit. Raises RendezvousError.
+def _connect_to_coordinator(
+    rendezvous: Rendezvous,
+    job: NodeJob,
+    node: int,
+    timeout_seconds: float,
+    notify: Callable[[str], None],
+) -> tuple[Channel[ToNodeAgent], NodeSetup]:
+    """Connect to the coordinator; return the channel, and the coordinator's settings.
+
+    While this waits, `notify` gets lines that tell users why.
+    """
+    # Waits up to `timeout_seconds` for node 0; if it disappears before it answers, up to the job's
+    # `coordinator_timeout_seconds`, within the same limit. Raises RendezvousError.
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
     notified = False
     while True:
         channel: Channel[ToNodeAgent] = Channel(
-            rendezvous, job.settings.secret, JoinNode(node), to_node_agent.decode,
-            max(0.0, min(patience, deadline - time.monotonic())), notify)
+            rendezvous,
+            job.settings.secret,
+            JoinNode(node),
+            to_node_agent.decode,
+            max(0.0, min(patience, deadline - time.monotonic())),
+            notify,
+        )
         patience = job.settings.coordinator_timeout_seconds
         try:
             answer = channel.read_first(NodeSetup, NodeTaken)
@@ -224,27 +336,40 @@ def _connect_to_coordinator(rendezvous: Rendezvous, job: NodeJob, node: int, tim
             continue
         if isinstance(answer, NodeSetup):
             return channel, answer
+        # The coordinator has not noticed yet that this node's last process is gone: ask again.
         channel.close()
         if time.monotonic() > deadline:
             raise RendezvousError(f"node {node} takes part in the run at {rendezvous} already")
         if not notified:
-            notify(f"node {node} takes part in the run at {rendezvous} already; waits until node 0 drops it")
+            notify(
+                f"node {node} takes part in the run at {rendezvous} already; waits until node 0 "
+                "drops it"
+            )
             notified = True
         time.sleep(JOIN_RETRY_SECONDS)
 
 
 class _NodeAgent:
-    """Agent of a node, which carries out the coordinator's messages until the run ends. It reports
-    the ends of this node's workers, and may leave the run before."""
+    """Agent of a node, which carries out the coordinator's messages until the run ends."""
 
-    def __init__(self, node: int, link: AgentLink, processes: NodeProcesses, limit: StartLimit, stop: StopSignals,
-                 gatherer: ReportGatherer | None, *, notify: Callable[[str], None], grace_seconds: float,
-                 coordinator_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        node: int,
+        link: AgentLink,
+        processes: NodeProcesses,
+        limit: StartLimit,
+        stop: StopSignals,
+        gatherer: ReportGatherer | None,
+        *,
+        notify: Callable[[str], None],
+        grace_seconds: float,
+        coordinator_timeout_seconds: float,
+    ) -> None:
         self._node = node
         self._link = link
         self._limit = limit
         self._last_heard = time.monotonic()
-        """Time of `time.monotonic` at which the last message from node 0 came."""
+        """Time at which the last message from node 0 came, by `time.monotonic`."""
         self._processes = processes
         self._gatherer = gatherer
         self._stop = stop
@@ -252,19 +377,17 @@ class _NodeAgent:
         self._grace_seconds = grace_seconds
         self._coordinator_timeout_seconds = coordinator_timeout_seconds
         self._deadline: float | None = None
-        """Time by which this node must end after it was asked to, by time.monotonic. None until
-        then."""
+        """Time by which this node must end, by `time.monotonic`; None before a signal."""
         self._unreported_ends: list[WorkerEnded] = []
-        """Workers that ended while there was no node 0, to be reported."""
+        """Workers that ended while there was no node 0, to report to the next."""
         self.run_restarts = False
-        """True if node 0 starts the run from its beginning, which this node must join."""
+        """True if node 0 starts the run from its beginning; this node must join again."""
 
     def serve(self) -> str | None:
-        """Carry out the coordinator's messages until the run ends; return why it failed, or None.
-
-        Raises RunError if node 0 is gone and no other comes, or if node 0 starts a worker too often
-        (`StartLimit`), and ForkServerError if the fork server, and with it the workers, are gone.
-        """
+        """Carry out the coordinator's messages until the run ends; return its error, or None."""
+        # Raises RunError if node 0 is gone and no other comes, or if node 0 starts a worker too
+        # often (`StartLimit`), and ForkServerError if the fork server, and with it the workers, are
+        # gone. A signal wakes the loop by a socket, as it may wait in `select`.
         waker, woken = socket.socketpair()
         with waker, woken, self._stop.call_at_first_signal(lambda: waker.send(b"!")):
             try:
@@ -280,10 +403,14 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow_coordinator(self, woken: socket.socket) -> str | None:
-        """Carry out one coordinator's messages until the run or this node's part ends."""
-        # Returns the run's error, or None. Data on the socket `woken` means that a signal asks this
-        # node to leave the run. Raises RendezvousError if node 0 is gone.
+        """Carry out a coordinator's messages until the run ends, or this node leaves it.
+
+        Return the error that the coordinator says the run ended with, or None. Data on the socket
+        `woken` means that a signal asks this node to leave. Raises RendezvousError if node 0 is
+        gone.
+        """
         link, self._last_heard = self._link, time.monotonic()
+        # First say what happened while there was no node 0.
         ended, self._unreported_ends = self._unreported_ends, []
         for report in ended:
             link.send(report)
@@ -294,17 +421,26 @@ class _NodeAgent:
                 selector.register(self._gatherer, selectors.EVENT_READ)
                 self._gatherer.forget_unanswered()
             while True:
-                ready = [] if link.has_pending else [key.fileobj for key, _ in selector.select(self._seconds_to_wait())]
+                # Messages that were read already make no socket ready.
+                ready = []
+                if not link.has_pending:
+                    keys = selector.select(self._seconds_to_wait())
+                    ready = [key.fileobj for key, _ in keys]
+                # Is node 0 still there?
                 if link in ready:
                     self._last_heard = time.monotonic()
                 elif time.monotonic() - self._last_heard >= to_node_agent.SILENT_SECONDS:
-                    raise RendezvousError("node 0 is gone: it has sent no message for "
-                                          f"{to_node_agent.SILENT_SECONDS:.0f} s")
+                    raise RendezvousError(
+                        "node 0 is gone: it has sent no message for "
+                        f"{to_node_agent.SILENT_SECONDS:.0f} s"
+                    )
+                # Tell it what happens here: signals, and processes that end.
                 if woken in ready:
                     woken.recv(1)
                     self._announce_leaving()
                 if self._processes in ready:
                     self._report_ends()
+                # Carry out what it says.
                 for message in link.read() if link.has_pending or link in ready else ():
                     match message:
                         case RunEnded():
@@ -317,9 +453,14 @@ class _NodeAgent:
                             self._processes.execute_command(message)
                         case ReportsAcknowledged() if self._gatherer is not None:
                             self._gatherer.forward_answer(message)
-                for gathered in [] if self._gatherer is None else self._gatherer.collect_reports():
-                    link.send(gathered)
-                if self._deadline is not None and not (self._processes.list_alive() and self._seconds_left()):
+                # Pass on the workers' reports of iterations, many in one message.
+                if self._gatherer is not None:
+                    for gathered in self._gatherer.collect_reports():
+                        link.send(gathered)
+                # After a signal: end when all workers have left, or at the deadline.
+                if self._deadline is not None and not (
+                    self._processes.list_alive() and self._seconds_left()
+                ):
                     return None
 
     def _report_ends(self) -> None:
@@ -332,10 +473,14 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0 to replace the last one, while the workers pause."""
-        # Returns None when this node follows another coordinator, or that coordinator's `RunEnded`
-        # if it continues without this node. Raises RunError if none comes in time, or if a signal
-        # asks this node to leave (data on the socket `woken`).
+        """Wait for another node 0; return None to follow it, its RunEnded if it refuses.
+
+        Raises RunError, whose message begins with `gone`, if none comes in time, or if a signal
+        makes the socket `woken` readable.
+        """
+        # Returns None when this node follows another coordinator, or the `RunEnded` of one that
+        # continues without this node. Raises RunError if none comes in time, or if a signal, seen
+        # as data on the socket `woken`, asks this node to leave.
         seconds = self._coordinator_timeout_seconds
         if seconds:
             self._notify(f"{gone}; waits {seconds:g} s for another node 0")
@@ -344,20 +489,27 @@ class _NodeAgent:
             # the new node 0 gets the live workers with JoinNode, then these
             self._unreported_ends += self._processes.poll()
             with suppress(RendezvousError):
-                hello = JoinNode(self._node, self._link.setup.epoch, tuple(self._processes.list_alive()))
+                hello = JoinNode(
+                    self._node, self._link.setup.epoch, tuple(self._processes.list_alive())
+                )
                 return self._link.follow_new_coordinator(hello, RunEnded, lambda _: None)
             if select.select([woken], [], [], JOIN_RETRY_SECONDS)[0]:
                 woken.recv(1)
                 self._deadline = time.monotonic()
-        raise RunError(gone if self._deadline is not None or not seconds else
-                       f"{gone}; no other node 0 came within {seconds:g} s")
+        raise RunError(
+            gone
+            if self._deadline is not None or not seconds
+            else f"{gone}; no other node 0 came within {seconds:g} s"
+        )
 
     def _announce_leaving(self) -> None:
+        # The coordinator lets the workers leave at the end of an iteration, so nothing is lost.
         self._deadline = time.monotonic() + self._grace_seconds
         for worker in self._processes.list_alive():
             self._link.send(Leaving(worker))
 
     def _seconds_to_wait(self) -> float:
+        # Wake up to notice a silent node 0, or to end at the deadline.
         silent = max(0.0, self._last_heard + to_node_agent.SILENT_SECONDS - time.monotonic())
         left = self._seconds_left()
         return silent if left is None else min(silent, left)

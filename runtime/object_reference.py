@@ -14,11 +14,13 @@ from slipstream.runtime.errors import ConfigError
 def is_reference(name: str) -> bool:
     """Return whether a name has the form `module:attribute`."""
     module, colon, attribute = name.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
+    return bool(colon) and all(
+        part.isidentifier() for part in (*module.split("."), *attribute.split("."))
+    )
 
 
 def search_working_directory() -> Path:
-    """Append the working directory to Python's search path unless it is there; return it."""
+    """Append the working directory to Python's search path, if it is missing; return it."""
     here = Path.cwd()
     if str(here) not in sys.path:
         sys.path.append(str(here))
@@ -26,21 +28,24 @@ def search_working_directory() -> Path:
 
 
 def load_reference(key: str, name: str) -> Any:
-    """Import the object that `module:attribute` names, from the search path.
+    """Import and return the object that `name`, as `module:attribute`, refers to.
 
-    Importing runs the user's code on the user's machine. The working directory is searched last,
-    and only from this call on, so no file in it replaces a module of this program or of a library.
-    `key` is the job file's key, for error messages. Raises ConfigError, in one line, if the object
-    cannot be imported, if another module of the same name is found first, or if the object is not
-    callable.
+    Importing runs the user's code on the user's machine. Errors name `key`, the key of the job file
+    that has the reference. Raises ConfigError if the object cannot be imported or called, or if
+    another module of the same name is found first.
     """
+    # The working directory is searched last, and only from this call on, so no file in it replaces
+    # a module of this program or of a library.
     module, _, attribute = name.partition(":")
     here = search_working_directory()
     subject, before = f"{key} is {name!r}", set(sys.modules)
+    # Checked before the import, or a wrong module would run; and after it, for what it imports.
     _require_no_clash(subject, here, [module])
     try:
         target: Any = importlib.import_module(module)
-        modules_used = [value.__name__ for value in vars(target).values() if isinstance(value, ModuleType)]
+        modules_used = [
+            value.__name__ for value in vars(target).values() if isinstance(value, ModuleType)
+        ]
         for part in attribute.split("."):
             target = getattr(target, part)
     except Exception as error:  # the user's module may raise anything
@@ -54,14 +59,20 @@ def load_reference(key: str, name: str) -> Any:
 
 
 def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if a module of the working directory is hidden by another."""
-    # `names` are the modules that were imported, and the message begins with `wrong`.
+    """Raise ConfigError if Python finds another module than the one in the folder `here`.
+
+    Only the modules `names` are looked for; the message begins with `wrong`.
+    """
+    # Only the first part of a dotted name is looked for on the search path.
     for top in {name.partition(".")[0] for name in names}:
-        local = next((path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()), None)
+        paths = (here / top / "__init__.py", here / f"{top}.py")
+        local = next((path for path in paths if path.is_file()), None)
         if local is None:
             continue
         spec = getattr(sys.modules.get(top), "__spec__", None) or importlib.util.find_spec(top)
         taken = "Python itself" if spec is None or spec.origin is None else spec.origin
         if not Path(taken).exists() or not local.samefile(taken):
-            raise ConfigError(f"{wrong}, and there are two modules {top!r}: {local}, and {taken}, which Python finds "
-                              "first; rename the one in the working directory")
+            raise ConfigError(
+                f"{wrong}, and there are two modules {top!r}: {local}, and {taken}, which Python "
+                "finds first; rename the one in the working directory"
+            )

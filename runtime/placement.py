@@ -20,15 +20,15 @@ class Placement:
     """Mapping of the layers of a job's schedules to the layers of the model.
 
     Layer `n` of the schedules consists of the model's layers from `cuts[n]` up to `cuts[n + 1]`.
-    Both kinds of layers are the same if the job names the layers of its stages; otherwise each
-    stage is one layer of the schedules.
+    Both kinds of layers are the same, or differ by embedding and head only, if the job names the
+    layers of its stages; otherwise each stage is one layer of the schedules.
     """
 
     def __init__(self, cuts: Sequence[int]) -> None:
         self.cuts = tuple(cuts)
         self._in_columns: dict[tuple[LayerRange, ...], frozenset[int]] = {}
         self._in_schedules: dict[frozenset[int], tuple[LayerRange, ...]] = {}
-        """Results of `schedule_layers` so far: thousands of workers share a few sets of layers."""
+        """Results of `schedule_layers` so far, for a few sets of layers."""
 
     @property
     def layer_count(self) -> int:
@@ -40,12 +40,12 @@ class Placement:
         return self.cuts[layers[0]], self.cuts[layers[1]]
 
     def slice_layers(self, program: WorkerProgram) -> dict[int, LayerRange]:
-        """Return the model's layers of each slice in a worker's program, by the slice's number."""
+        """Return the range of model layers of each slice in a program, by slice."""
         numbers = sorted({op.slice for op in program.ops if op.slice is not None})
         return {number: self.model_range(program.layers_of(number)) for number in numbers}
 
     def model_layers(self, layers: Sequence[LayerRange]) -> frozenset[int]:
-        """Return the layers of the model that these layers of a schedule consist of."""
+        """Return the model's layers that these ranges of a schedule's layers consist of."""
         return layers_in(map(self.model_range, layers))
 
     def held_layers(self, schedule: Schedule, worker: Worker) -> frozenset[int]:
@@ -54,90 +54,132 @@ class Placement:
 
     def held_layers_by_worker(self, schedule: Schedule) -> dict[Worker, frozenset[int]]:
         """Return the model's layers that each live worker must hold under a schedule."""
-        by_ranges: dict[tuple[LayerRange, ...], frozenset[int]] = {}
-        return {seat.worker: by_ranges.get(held) or by_ranges.setdefault(held, self.model_layers(held))
-                for seat in schedule.seats for held in [schedule.held_layers_of_seat(seat)]}
+        # Thousands of workers share a few sets of layers.
+        layers_of: dict[tuple[LayerRange, ...], frozenset[int]] = {}
+        by_worker = dict[Worker, frozenset[int]]()
+        for seat in schedule.seats:
+            ranges = schedule.held_layers_of_seat(seat)
+            if ranges not in layers_of:
+                layers_of[ranges] = self.model_layers(ranges)
+            by_worker[seat.worker] = layers_of[ranges]
+        return by_worker
 
     def layers_in_column(self, grid: Grid, column: int) -> frozenset[int]:
         """Return the model's layers of all stages in a column of the grid."""
-        held = grid.held_layers_by_column[column]
-        if held not in self._in_columns:
-            self._in_columns[held] = self.model_layers(held)
-        return self._in_columns[held]
+        ranges = grid.held_layers_by_column[column]
+        if ranges not in self._in_columns:
+            self._in_columns[ranges] = self.model_layers(ranges)
+        return self._in_columns[ranges]
 
     def schedule_layers(self, layers: Collection[int]) -> tuple[LayerRange, ...]:
-        """Return the schedules' layers made of only these layers, as ascending ranges."""
+        """Return, as ascending ranges, the schedules' layers made of these model layers only."""
+        # Asked again and again for the same few sets, as thousands of workers share them.
         key = frozenset(layers)
         if key not in self._in_schedules:
-            self._in_schedules[key] = merge_ranges(
-                (layer, layer + 1) for layer, (first, end) in enumerate(pairwise(self.cuts))
-                if all(inner in key for inner in range(first, end)))
+            ranges = [
+                (layer, layer + 1)
+                for layer, (first, end) in enumerate(pairwise(self.cuts))
+                if key.issuperset(range(first, end))
+            ]
+            self._in_schedules[key] = merge_ranges(ranges)
         return self._in_schedules[key]
 
     def stage_of(self, grid: Grid, layer: int) -> int:
-        """Return the number of the first stage that contains layer `layer` of the model."""
-        return next(stage for stage, layers in enumerate(grid.layers_by_stage)
-                    if layer in range(*self.model_range(layers)))
+        """Return the number of the first stage that contains a layer of the model."""
+        return next(
+            stage
+            for stage, layers in enumerate(grid.layers_by_stage)
+            if layer in range(*self.model_range(layers))
+        )
 
     def all_reductions(self, schedule: Schedule) -> dict[LayerRange, tuple[Worker, ...]]:
-        """Return all live workers of each sum of gradients, by range of the model's layers. The
-        ranges are in ascending order."""
-        return {self.model_range(layers): workers for layers, workers in find_reductions(schedule).items()}
+        """Return, by ascending range of model layers, the live workers that sum its gradients."""
+        return {
+            self.model_range(layers): workers
+            for layers, workers in find_reductions(schedule).items()
+        }
 
     def reductions_of(self, program: WorkerProgram) -> dict[LayerRange, list[Worker]]:
-        """Return all workers of each sum that a worker takes part in, by range. The ranges are in
-        ascending order, and cover all layers that the worker holds."""
+        """Return the workers of each sum in a program, by ascending range of model layers."""
         return {self.model_range(layers): list(workers) for layers, workers in program.sums}
 
-    def holders_of_groups(self, schedule: Schedule, groups: Sequence[Collection[int]]) -> list[list[Worker]]:
-        """Return, for each group of layers that share a parameter, all live holders of one."""
-        held = sorted(self.held_layers_by_worker(schedule).items()) if groups else []
-        return [[worker for worker, layers in held if not layers.isdisjoint(group)] for group in groups]
+    def holders_of_groups(
+        self, schedule: Schedule, groups: Sequence[Collection[int]]
+    ) -> list[list[Worker]]:
+        """Return, for each group of layers with a shared parameter, their live holders.
+
+        A holder has at least one layer of the group.
+        """
+        if not groups:
+            return []
+        holders = list[list[Worker]]()
+        by_worker = sorted(self.held_layers_by_worker(schedule).items())
+        for group in groups:
+            holders.append([worker for worker, layers in by_worker if not layers.isdisjoint(group)])
+        return holders
 
     def choose_writers(self, program: WorkerProgram) -> dict[int, Worker]:
-        """Return which holder saves each layer of a worker in checkpoints: they take turns."""
-        return {layer: workers[layer % len(workers)] for layers, workers in self.reductions_of(program).items()
-                for layer in range(*layers)}
+        """Return, for each layer that a program's worker holds, who writes it to checkpoints."""
+        # The holders of a range of layers take turns, so each writes about as much.
+        return {
+            layer: workers[layer % len(workers)]
+            for layers, workers in self.reductions_of(program).items()
+            for layer in range(*layers)
+        }
 
 
 def place_layers(grid: Grid, layers: int) -> Placement:
-    """Return the placement of a model's layers, `layers` in number, in a grid's stages.
+    """Return the placement of a model of `layers` layers in the stages of a grid.
 
-    They are placed by the grid's layers if it names them, else evenly. If a grid counts only
-    decoder layers, as estimates do, the embedding belongs to the first of them and the head to the
-    last. Raises PlacementError unless the stages hold each of the model's layers once, in order,
-    and ConfigError if there are more stages than layers.
+    The stages have the layers that the grid names; if it names none, layers are divided evenly. If
+    the grid counts only decoder layers, the embedding belongs to the first of them and the head to
+    the last. Raises PlacementError unless the stages hold each of the model's layers once, in
+    order, and ConfigError if there are more stages than layers.
     """
-    stages = grid.stages[:grid.depth]  # the stages of other chains are copies
+    stages = grid.stages[: grid.depth]  # the stages of other chains are copies
     ranges = [stage.layers for stage in stages if stage.layers is not None]
     if not ranges:
         return _placement_of_ranges(split_layers(layers, len(stages)))
     if len(ranges) < len(stages):
-        raise PlacementError(f"the schedule gives layers to {len(ranges)} of its {len(stages)} stages; expected all "
-                             "or none")
+        raise PlacementError(
+            f"the schedule gives layers to {len(ranges)} of its {len(stages)} stages; expected all "
+            "or none"
+        )
+    # Each stage must go on where the one before has ended.
     expected = 0
     for index, (start, end) in enumerate(ranges):
         if start != expected or end <= start:
-            raise PlacementError(f"the schedule gives layers {start} to {end} to stage {index}; expected one or more, "
-                                 f"beginning with layer {expected}")
+            raise PlacementError(
+                f"the schedule gives layers {start} to {end} to stage {index}; expected one or "
+                f"more, beginning with layer {expected}"
+            )
         expected = end
+    # As estimates do, the grid may count only decoder layers.
     if expected + END_LAYERS == layers:
         return Placement([0, *range(END_LAYERS, layers - 1), layers])
     if expected != layers:
-        raise PlacementError(f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] and "
-                             "[model] of the job file must agree")
-    return Placement(range(layers + 1)) if grid.layer_count == layers else _placement_of_ranges(ranges)
+        raise PlacementError(
+            f"the schedule's stages hold {expected} layers; the model has {layers}: [placement] "
+            "and [model] of the job file must agree"
+        )
+    # The schedules' layers are the model's, if the grid counts them alike.
+    if grid.layer_count == layers:
+        return Placement(range(layers + 1))
+    return _placement_of_ranges(ranges)
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Divide layers into half-open ranges, one a stage, of almost equal length.
+    """Divide layers into ranges, one for each stage, whose lengths differ by at most one.
 
-    Their lengths differ by at most one, longer in the middle. The first and the last layer of a
-    model (embedding, head) usually differ from the others, so the stages that hold them are the
-    last to get an extra layer. Raises ConfigError if there are more stages than layers.
+    The end of each range is exclusive. Raises ConfigError if there are more stages than layers.
     """
+    # The first and the last layer of a model (embedding, head) usually differ from the others, so
+    # the stages that hold them are the last to get an extra layer.
     if not 1 <= stages <= layers:
-        raise ConfigError(f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages")
+        raise ConfigError(
+            f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages"
+        )
+    # The stages in the middle get the extra layers.
     short, extra = divmod(layers, stages)
     first = (stages - extra + 1) // 2
     ranges = []
@@ -150,10 +192,11 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def with_end_layers(counts: Sequence[int], layers: int) -> Sequence[int]:
-    """Return the number of the model's `layers` in each stage, with embedding and head.
+    """Return the number of layers in each stage, the embedding and the head included.
 
-    If `counts`, the layers by stage, leave these out, they are added to the first and the last
-    stage.
+    The model has `layers` layers, these two included. If the `counts` of the stages sum up to two
+    less, the embedding is added to the first stage, and the head to the last. Otherwise `counts`
+    are returned as they are, even if their sum is wrong.
     """
     if sum(counts) + END_LAYERS != layers:
         return counts
@@ -168,6 +211,6 @@ def _placement_of_ranges(ranges: Sequence[LayerRange]) -> Placement:
 
 
 def assign_workers_to_nodes(workers: Sequence[Worker], nodes: int) -> list[list[Worker]]:
-    """Divide live workers into consecutive groups, one a node, of almost equal size."""
+    """Divide workers, in order, among nodes, whose numbers of workers differ by at most 1."""
     ends = [len(workers) * node // nodes for node in range(nodes + 1)]
     return [list(workers[start:end]) for start, end in pairwise(ends)]

@@ -11,7 +11,7 @@ import msgspec
 
 Values = dict[str, str]
 MAX_VALUE_CHARACTERS = 64
-"""Length of the longest value that is stored as it is. Of a longer one, a digest is."""
+"""Length of the longest value that is stored as it is, not as a digest."""
 DIGEST_PREFIX = "sha256 "
 
 
@@ -19,45 +19,56 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Named values, or their digests, that must be equal in all processes of a run."""
 
     model: Values = {}
-    """Keys of [model], and those of tables in it as `options.KEY`, in JSON."""
+    """Values of the keys of `[model]`, in JSON; keys of its tables are named `options.KEY`."""
     training: Values = {}
-    """Keys of [training], likewise, except those that change no number."""
+    """Values of the keys of `[training]`, except those that change no computed number."""
     code: Values = {}
     """Digest of the source of each user module, by the module's name (`models.identity`)."""
     data: Values = {}
     """Digests of training data, validation data, and the costs by which samples are dealt."""
     grid: Values = {}
-    """Micro-batches of each pipeline, and the layers of each column."""
+    """Number of micro-batches of each pipeline, and the layers of each column."""
     libraries: Values = {}
-    """Version of each library that computes numbers, by its name."""
+    """Version of each library that computes numbers, by the library's name."""
 
 
 NO_IDENTITY = RunIdentity()
-"""Identity without any value, where none is compared."""
+"""Identity without any value, for runs that compare none."""
 
 
 def describe_difference(ours: RunIdentity, theirs: RunIdentity, here: str = "here") -> str | None:
-    """Return a clause on the first difference of `ours` from a run's identity, if any. The word
-    `here` says where `ours` was computed. The clause is one line of printable characters."""
+    """Return a clause that names the first difference of two identities; None if equal.
+
+    The clause is one line of printable characters. `theirs` is the run's identity, and `here` says
+    where `ours` was computed.
+    """
     return next(iter(list_differences(ours, theirs, here)), None)
 
 
-def list_differences(ours: RunIdentity, theirs: RunIdentity, here: str = "here",
-                     there: str = "in the run") -> list[str]:
-    """Return a clause on each difference, as `describe_difference` does on the first. The words
-    `here` and `there` say where `ours` and `theirs` were computed."""
+def list_differences(
+    ours: RunIdentity, theirs: RunIdentity, here: str = "here", there: str = "in the run"
+) -> list[str]:
+    """Return a clause, in one printable line, for each difference of two identities.
+
+    `here` and `there` say where the identities were computed.
+    """
     clauses = []
     for part in RunIdentity.__struct_fields__:
         of_ours, of_theirs = getattr(ours, part), getattr(theirs, part)
         for key in sorted({*of_ours, *of_theirs}) if of_ours != of_theirs else ():
             our, their = of_ours.get(key), of_theirs.get(key)
             if our != their:
-                clauses.append(_make_printable(_describe_values(part, key, our, their, here, there)))
+                clause = _describe_values(part, key, our, their, here, there)
+                clauses.append(_make_printable(clause))
     return clauses
 
 
 def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
-    """Return one identity for a worker's processes; where they differ, a value names all."""
+    """Return one identity for the processes of a worker.
+
+    A value in which the processes differ becomes a text with all of their values.
+    """
+    # Nearly always all are equal.
     first, *others = identities
     if all(other == first for other in others):
         return first
@@ -71,9 +82,10 @@ def combine_identities(identities: Iterable[RunIdentity]) -> RunIdentity:
     return RunIdentity(**combined)
 
 
-def _describe_values(part: str, key: str, our: str | None, their: str | None, here: str,
-                     there: str) -> str:
-    """Return a clause on two different values of a key."""
+def _describe_values(
+    part: str, key: str, our: str | None, their: str | None, here: str, there: str
+) -> str:
+    # Digests say nothing to a reader, so only other values are shown.
     if part == "data":
         return f"the {key} are not the same {here} and {there}"
     if part == "code" and (our is None or their is None):
@@ -87,8 +99,10 @@ def _describe_values(part: str, key: str, our: str | None, their: str | None, he
 
 
 def _make_printable(text: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in text)
+    # Values come from other processes, and are shown in terminals.
+    unprintable = {character for character in text if not character.isprintable()}
+    return text.translate(dict.fromkeys(map(ord, unprintable), " "))
 
 
 def _describe_value(value: str | None) -> str:
-    return "not given" if value is None or value == "null" else value[:2 * MAX_VALUE_CHARACTERS]
+    return "not given" if value is None or value == "null" else value[: 2 * MAX_VALUE_CHARACTERS]

@@ -11,10 +11,10 @@ import torch
 class GeneratorLock:
     """Lock for torch's default generators, which belong to the process and not to a thread.
 
-    A thread holds it while it seeds the generators or may seed them, and while it changes torch's
-    default dtype, which also belongs to the process. A thread may enter it again. A thread that
-    hangs in a call and has been abandoned (`runtime.replay.stuck_calls`) can lose the lock to other
-    threads; it then leaves the context without changing anything.
+    A thread holds the lock while it seeds the generators or may seed them, and while it changes
+    torch's default dtype, which also belongs to the process. The holder may enter again. A thread
+    that hangs in a call and is abandoned (`runtime.replay.stuck_calls`) can lose the lock; it then
+    leaves the context without changing anything.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class GeneratorLock:
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
+        # A thread that has lost the lock must not release that of another thread.
         with self._condition:
             if self.is_owned:
                 self._depth -= 1
@@ -42,7 +43,7 @@ class GeneratorLock:
         return self._thread == threading.get_ident()
 
     def release_from(self, thread: int) -> None:
-        """Release the lock if this thread holds it, so that others can acquire it."""
+        """Release the lock for a thread, by its identifier, if that thread holds it."""
         with self._condition:
             if self._thread == thread:
                 self._thread, self._depth = None, 0
@@ -54,15 +55,15 @@ GENERATOR_LOCK = GeneratorLock()
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed in [0, 2^63) by all parts, the same on every machine."""
+    """Return a seed in [0, 2^63) computed from all parts, alike on every machine."""
+    # Types are hashed, too, so that 1 and "1" give different seeds.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's default generators within the context; then restore their states. They are those
-    of the CPU and of `device` if it is a GPU."""
+    """Seed torch's generators of CPU and `device` within the context; then restore their states."""
     with restoring_generators(device) as seed_them:
         seed_them(seed)
         yield
@@ -70,11 +71,12 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def restoring_generators(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch's default generators; finally restore their states.
+    """Yield a function that seeds torch's generators of CPU and `device`.
 
-    They are those of the CPU and of `device` if it is a GPU. The function may be called any number
-    of times, because saving and restoring the states takes longer than seeding.
+    It takes the seed, and may be called any number of times. When the context ends, the generators
+    get back the states that they had before, unless another thread may be using them by then.
     """
+    # Saving and restoring the states takes longer than seeding, so callers seed often within one.
     generators = _default_generators(device)
 
     def seed_them(seed: int) -> None:
@@ -86,20 +88,25 @@ def restoring_generators(device: torch.device | None = None) -> Iterator[Callabl
         try:
             yield seed_them
         finally:
+            # After a loss of the lock, another thread may be using the generators.
             if GENERATOR_LOCK.is_owned:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
 
 
 def get_generator_states(device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return the states of torch's generators. Must be called within `restoring_generators`."""
+    """Return the states of torch's generators of CPU and `device`.
+
+    Must be called within `restoring_generators`.
+    """
     return [generator.get_state() for generator in _default_generators(device)]
 
 
 @contextmanager
-def with_generator_states(states: Sequence[torch.Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Set torch's default generators to earlier `states` within the context, then back. They are
-    those of the CPU and of `device` if it is a GPU."""
+def with_generator_states(
+    states: Sequence[torch.Tensor], device: torch.device | None = None
+) -> Iterator[None]:
+    """Set torch's generators to the states of `get_generator_states` within the context."""
     with restoring_generators(device):
         for generator, state in zip(_default_generators(device), states, strict=True):
             generator.set_state(state)
@@ -107,7 +114,6 @@ def with_generator_states(states: Sequence[torch.Tensor], device: torch.device |
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """Return torch's generators of the CPU and of `device` if it is a GPU."""
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it there are no generators

@@ -1,8 +1,8 @@
 """Use torch where its public documentation does not reach, except for process groups.
 
-The docstring or comment of each use states its purpose, and which public call would replace it. The
-tests of the callers cover these uses, so they notice a new torch version that breaks one. Stores
-and process groups of torch are in `runtime.replay.torch_groups`.
+The docstring or comment of each use states its purpose, and which public call would replace it. A
+version of torch that breaks a use fails the tests of its callers. Stores and process groups of
+torch are in `runtime.replay.torch_groups`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,32 +28,41 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-# FakeTensor, FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations without computing or
-#   memory.
-#   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the meta device once all
-#   models under test allow that.
+# FakeTensor, FakeTensorMode, unset_fake_temporarily: shapes and dtypes of a model's activations
+#   without computing or memory.
+#   Replaced by: the documented part of torch.compiler's fake tensors, or by running layers on the
+#   meta device once all models under test allow that.
 # DATA_DEPENDENT: errors of fake tensors if shapes or control flow depend on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# TorchDispatchMode, tree_leaves: see every tensor of a stage, to measure memory (`runtime.tools.stage_bench`).
+# TorchDispatchMode, tree_leaves: see every tensor of a stage, to measure memory
+#   (`runtime.tools.stage_bench`).
 #   Replaced by: torch.cuda.memory_stats on a GPU; nothing public on a CPU.
 
 
-def compile_with_inductor(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def compile_with_inductor(
+    graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
     """Compile a graph with torch.compile's own backend and the given options.
 
-    For: graphs that have been changed on their way to it (`runtime.models.compiling`).
+    For: graphs that `runtime.models.compiling` has changed before they reach the backend.
 
-    Replaced by: torch.compile(options=...), once it takes passes over the graph that it hands to
-    its backend.
+    Replaced by: torch.compile(options=...), once it takes functions that change the graph.
     """
     from torch._inductor.compile_fx import compile_fx  # takes seconds
 
-    return cast(Callable[..., Any], compile_fx(cast(Any, graph), inputs, config_patches=dict(options)))
+    return cast(
+        Callable[..., Any], compile_fx(cast(Any, graph), inputs, config_patches=dict(options))
+    )
 
 
-all_gather_single = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-reduce_scatter_single = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-# all_gather_single, reduce_scatter_single: public since torch 2.12, which deprecates the older names.
+all_gather_single = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)
+reduce_scatter_single = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+# all_gather_single, reduce_scatter_single: public since torch 2.12, which deprecates the older
+#   names.
 #   Replaced by: `from torch.distributed import ...`, once torch 2.11 is not supported any more.
 
 
@@ -77,8 +86,7 @@ def without_gpu_context() -> Iterator[None]:
 
 
 def current_function_mode() -> object:
-    """Return the active TorchFunctionMode; None if there is none. Replaced by: no public call
-    exists."""
+    """Return the active TorchFunctionMode, None without one. Replaced by: no public call."""
     mode: object = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return mode
 
@@ -101,21 +109,30 @@ def without_function_mode() -> Iterator[None]:
 
 @contextmanager
 def without_process_groups() -> Iterator[None]:
-    """Hide all process groups of torch.distributed within the context, and restore them afterwards.
+    """Hide all process groups of torch.distributed within the context.
 
     For: a default group of our own, from which device meshes are built, in a program that has
     another default group.
 
     Replaced by: `init_device_mesh` with an argument for the group.
     """
+    # Torch keeps its groups in these tables of a module, by group and by name.
     world = distributed_c10d._world
-    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.tags_to_pg,
-              world.pg_to_tag)
-    kept, default, count = [dict[Any, Any](table) for table in tables], world.default_pg, world.group_count
+    tables = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.tags_to_pg,
+        world.pg_to_tag,
+    )
+    copies = [dict[Any, Any](table) for table in tables]
+    default, count = world.default_pg, world.group_count
 
-    def put(default: Any, count: int, kept: Sequence[Mapping[Any, Any]]) -> None:
+    def put(default: Any, count: int, contents: Sequence[Mapping[Any, Any]]) -> None:
+        # Torch's C++ half has a register of its own, by name.
         _unregister_all_process_groups()
-        for table, entries in zip(tables, kept, strict=True):
+        for table, entries in zip(tables, contents, strict=True):
             cast(dict[Any, Any], table).clear()
             cast(dict[Any, Any], table).update(entries)
         for group, name in world.pg_names.items():
@@ -127,7 +144,7 @@ def without_process_groups() -> Iterator[None]:
     try:
         yield
     finally:
-        put(default, count, kept)
+        put(default, count, copies)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -137,12 +154,20 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
     Replaced by: torch.autograd.backward, once it no longer suspends TorchFunctionModes.
     """
-    _engine_run_backward(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True,
-                         accumulate_grad=True)
+    # The first False keeps no graph, the second builds none of the backward itself.
+    _engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class GradientUse(Enum):
-    """What the running backward does with one input's gradient."""
+    """Use that the running backward makes of the gradient of a function's input."""
 
     NONE = "nothing; it need not be computed"
     ADDED = "adds it to `.grad` of a parameter, or passes it on"
@@ -152,10 +177,9 @@ class GradientUse(Enum):
 def find_gradient_use(node: Any) -> GradientUse:
     """Return what the running backward does with the gradient that is passed to `node`.
 
-    That is an entry of `next_functions`; None is passed nothing.
-
-    To be called within the backward of a torch.autograd.Function, whose own `needs_input_grad` does
-    not say for which inputs torch.autograd.grad was called.
+    `node` is the first half of an entry of `next_functions`; None: no gradient is passed. Call this
+    within the backward of a torch.autograd.Function, whose own `needs_input_grad` does not say for
+    which inputs torch.autograd.grad was called.
 
     Replaced by: `needs_input_grad`, once it depends on the backward that is running.
     """
@@ -163,47 +187,46 @@ def find_gradient_use(node: Any) -> GradientUse:
         return GradientUse.NONE
     try:
         return GradientUse.ADDED if torch._C._will_engine_execute_node(node) else GradientUse.NONE
-    except RuntimeError:  # it refuses to answer for leaves of which torch.autograd.grad returns the gradients
+    # Torch refuses to answer for leaves of which torch.autograd.grad returns the gradients.
+    except RuntimeError:
         return GradientUse.RETURNED
 
 
 def is_transforming() -> bool:
     """Return whether torch.func or forward-mode differentiation is active.
 
-    Under it, only some functions of one's own work.
-
-    Replaced by: no public call exists.
+    Under these, only some torch.autograd.Functions work. Replaced by: no public call exists.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a tensor has hooks that must see the gradient from autograd. Replaced by: no
-    public call exists."""
+    """Return whether a tensor has hooks for its gradient. Replaced by: no public call exists."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def count_changes(tensor: Tensor) -> int:
-    """Return a number that is higher after each change of a tensor in place.
+    """Return a number that grows with each change of a tensor in place.
 
-    An example is a gradient that is added to it.
-
-    Views of one tensor share it; `.data` has a count of its own.
-
-    Replaced by: no public call exists; torch's notes on autograd name the attribute.
+    Views of one tensor share the number; `.data` has another. Replaced by: no public call exists;
+    torch's notes on autograd name the attribute.
     """
     return tensor._version
 
 
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors in one call, which on a GPU is one kernel. Replaced by: `copy_` for each
-    tensor."""
+    """Copy each of `sources` into its target, all in one kernel on a GPU.
+
+    Replaced by: `copy_` for each, which takes a kernel each.
+    """
     if sources:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 class _NoModules:
-    """Stand-in for the tracker of modules of a FlopCounterMode: all counts for the whole."""
+    """Stand-in for a FlopCounterMode's module tracker that counts all operations as one module."""
 
     parents = frozenset(("Global",))
 
@@ -215,7 +238,7 @@ class _NoModules:
 
 
 def without_module_tracking(counter: FlopCounterMode) -> FlopCounterMode:
-    """Return a counter of floating-point operations that does not tell modules apart.
+    """Change a counter of floating-point operations not to tell modules apart; return it.
 
     For: layers that call torch.autograd.grad in their forward, which fails where hooks track
     modules.
@@ -227,9 +250,9 @@ def without_module_tracking(counter: FlopCounterMode) -> FlopCounterMode:
 
 
 class LiveStorages:
-    """Count of the bytes of watched storages that are still alive.
+    """Counter of the bytes of watched storages that are still alive.
 
-    For: the memory that a micro-batch holds between its ops.
+    For: the memory that a micro-batch holds between its ops, without that of the `ignored` tensors.
 
     Replaced by: weak references to storages, once they are public.
     """
@@ -239,7 +262,7 @@ class LiveStorages:
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch_tensor(self, tensor: Tensor) -> None:
-        """Watch a tensor's storage, unless it is watched or of a tensor to ignore."""
+        """Watch a tensor's storage, unless it belongs to an ignored tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -247,6 +270,7 @@ class LiveStorages:
 
     def live_bytes(self) -> int:
         """Return the bytes of the watched storages that are still alive."""
+        # Storages, not tensors: views share memory.
         alive = 0
         for reference, size in self._seen.values():
             alive += 0 if reference.expired() else size  # type: ignore[no-untyped-call]
@@ -254,13 +278,15 @@ class LiveStorages:
 
 
 class TensorWatchMode(TorchDispatchMode):
-    """Dispatch mode that passes every tensor created under it to `storages.watch_tensor`."""
+    """Dispatch mode that lets `storages` watch every tensor that an operation returns."""
 
     def __init__(self, storages: LiveStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = storages
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -269,8 +295,8 @@ class TensorWatchMode(TorchDispatchMode):
 
 
 def remove_state_hooks(module: torch.nn.Module) -> None:
-    """Remove a module's state_dict hooks, so that names are those of its own modules. Torch can
-    remove a hook only by the handle that its registration returned."""
+    """Remove a module's state_dict hooks, so that no hook changes the names of parameters."""
+    # Torch can remove a hook only by the handle that its registration returned.
     for submodule in module.modules():
         submodule._state_dict_hooks.clear()
         submodule._load_state_dict_pre_hooks.clear()

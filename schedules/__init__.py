@@ -1,9 +1,10 @@
-"""Define the contract between planner, runtime and command line.
+"""Define schedules, their JSON, and an independent checker.
 
-It is schedules, their JSON, and an independent checker.
+They are the contract between planner, runtime and command line.
 
     schedule          a schedule as data, and the scope of its lower bound
     grid, ops         its parts: workers and virtual stages; ops, seats, and what they take
+    layers            ranges of layers
     precedence        table of which op of a micro-batch waits for which
     codec             schedules as JSON (`document` and `files` bound what is read and written)
     check             checks a schedule against all rules (`symmetry`, `text_excerpt`)
@@ -14,7 +15,9 @@ It is schedules, their JSON, and an independent checker.
     rows              the same in the cells of torch.distributed.pipelining
     whole_stages      what such cells can name
     shares            what each worker is sent of a schedule
+    forwards          a schedule of forwards only, for validation
     timing            replays of a schedule under other durations
+    dealing/          samples of unequal length, dealt to the micro-batches of a schedule
     measured_trace    measured times of ops
     tables/           tables of schedules for many failures
     library/          tables that come with the package, read by name

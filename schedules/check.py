@@ -1,14 +1,12 @@
 """Check a schedule against all rules, from the schedule alone.
 
-Nothing here depends on how it was made.
-
-One function checks one rule; `TIERS` lists them. Rules of a later tier rely on what the earlier
-tiers establish, so checking stops after the first tier with a violation: a dropped op is reported
-once, as dropped.
+How the schedule was made does not matter. Each rule has a function, and `TIERS` lists the rules in
+tiers. Rules of a later tier rely on those of earlier tiers, so checking stops after the first tier
+with a violation: a dropped op is reported once, as dropped.
 
 Pipelines that share no micro-batch with others, and run the same programs at the same speed, behave
-identically at all times; only one of them is checked. The same applies to groups of pipelines that
-share micro-batches. The cost is linear in the number of ops of the *different* groups.
+identically, so one of them is checked for all. Equal groups of pipelines that share micro-batches
+are treated alike. The cost is linear in the number of ops of the *different* groups.
 """
 
 from bisect import bisect_left
@@ -34,7 +32,10 @@ Route = Sequence[int]
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """Broken rule of a schedule, as one line, with the op or worker if known."""
+    """Place where a schedule breaks a rule, with a message of one line.
+
+    `op` and `worker` are None where they do not apply.
+    """
 
     rule: str
     message: str
@@ -46,7 +47,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class CheckContext(msgspec.Struct, frozen=True, dict=True):
-    """Schedule under check (by `check`), with values that several rules look up."""
+    """Schedule that is being checked, with values that several rules look up."""
 
     schedule: Schedule
     forwards: bool = False
@@ -54,7 +55,10 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pipelines(self) -> tuple[int, ...]:
-        """Numbers of the pipelines that are checked, one of several that behave identically."""
+        """Pipelines to check, ascending: of groups that behave identically, only one.
+
+        A group is pipelines that share micro-batches.
+        """
         return tuple(
             sorted(pipeline for equal in find_equal_groups(self.schedule) for pipeline in equal[0])
         )
@@ -66,8 +70,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ops(self) -> Mapping[OpKey, Op]:
-        """Compute ops by key (kind, slice, pipeline, micro-batch), one of each
-        (`check_each_once`)."""
+        """Compute ops by key; the last of several with one key, which `check_each_once` reports."""
         return {op_key(op): op for op in self.compute_ops()}
 
     def compute_ops(self) -> Iterator[Op]:
@@ -76,7 +79,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """All-reduces of each worker, in order, as pairs of the layers summed and the op."""
+        """All-reduces of each worker in program order, as pairs (layers, op)."""
         layers = self.schedule.layers_by_slice
         reductions: dict[Worker, list[tuple[LayerRange, Op]]] = {}
         for worker, ops in self.programs.items():
@@ -87,7 +90,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def op_kinds(self) -> tuple[OpKind, ...]:
-        """Kinds of op to run at each slice, in order. F, I, W; or F, B; or F alone."""
+        """Kinds of op at each slice: F, I, W; or F, B; or F alone."""
         if self.forwards:
             return (OpKind.F,)
         split = self.schedule.backward == "split"
@@ -95,18 +98,21 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Kind of op that makes the gradient for the slice before: I or B."""
+        """Kind of op that makes the gradient for the previous slice: I or B.
+
+        Forwards only (`forwards`) have none; no rule for them asks.
+        """
         return self.op_kinds[1]
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
-        """Iterate over all micro-batches of `pipelines`, each as (pipeline, number)."""
+        """Iterate over all micro-batches of `pipelines`, as pairs (pipeline, number)."""
         for pipeline in self.pipelines:
             for microbatch in range(self.schedule.grid.microbatches[pipeline]):
                 yield pipeline, microbatch
 
     @cached_property
     def has_only_stage_routes(self) -> bool:
-        """True if every micro-batch passes its direction's stages once, and nothing else runs."""
+        """True if all micro-batches pass whole stages and no compute op is missing or repeated."""
         grid, kinds = self.schedule.grid, self.op_kinds
         expected = (
             (kind, stage, pipeline, microbatch)
@@ -119,25 +125,30 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
             * grid.depth
             * len(kinds)
         )
-        return all(map(self.ops.__contains__, expected)) \
+        # All expected ops are there; the count says that there are no others, and none twice.
+        return (
+            all(map(self.ops.__contains__, expected))
             and sum(1 for _ in self.compute_ops()) == len(self.ops) == count
+        )
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Slices at which each micro-batch (pipeline, number) runs F, in order of layers."""
+        """Slices at which each micro-batch (pipeline, number) runs F, sorted by layers."""
         visited: dict[tuple[int, int], list[int]] = defaultdict(list)
         for kind, slice, pipeline, microbatch in self.ops:
             if kind is OpKind.F:
                 visited[pipeline, microbatch].append(slice)
         layers = self.schedule.layers_by_slice
-        return {microbatch: tuple(sorted(slices, key=lambda slice: layers[slice]))
-                for microbatch, slices in visited.items()}
+        return {
+            microbatch: tuple(sorted(slices, key=lambda slice: layers[slice]))
+            for microbatch, slices in visited.items()
+        }
 
     def route_of(self, pipeline: int, microbatch: int) -> Route:
-        """Return the numbers of the slices at which a micro-batch runs F.
+        """Return the slices at which a micro-batch runs F, sorted by layers.
 
-        They are in the order of their layers; empty if there are none. Rules that run after
-        `check_each_once` has passed rely on these slices covering all layers exactly once.
+        The result is empty if the micro-batch runs no F. After `check_each_once` has passed, the
+        slices cover all layers, each once.
         """
         if self.has_only_stage_routes:
             return self.schedule.grid.stages_of_microbatch(microbatch)
@@ -145,13 +156,19 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reduced_ranges(self) -> list[LayerRange]:
-        """Ranges of layers that are all-reduced, once each, ascending
-        (`check_reduced_together`)."""
+        """Different ranges of layers that are all-reduced, ascending.
+
+        After `check_reduced_together` has passed, no two ranges share a layer.
+        """
         return sorted({layers for reduced in self.reductions.values() for layers, _ in reduced})
 
     def reduced_ranges_sharing(self, layers: LayerRange) -> Iterator[LayerRange]:
-        """Iterate over the disjoint `reduced_ranges` that share a layer with `layers`."""
+        """Iterate over the `reduced_ranges` that share a layer with `layers`.
+
+        No two of the `reduced_ranges` may share a layer.
+        """
         ranges = self.reduced_ranges
+        # The range before the first that begins later may still reach into `layers`.
         for index in range(max(0, bisect_left(ranges, (layers[0], 0)) - 1), len(ranges)):
             if ranges[index][0] >= layers[1]:
                 return
@@ -159,24 +176,27 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
                 yield ranges[index]
 
     def covers_layers(self, ranges: Sequence[LayerRange], layers: LayerRange) -> bool:
-        """Return whether one of `ranges`, ascending and apart, has all of `layers`."""
+        """Return whether a single one of `ranges` contains all of `layers`.
+
+        The ranges must be ascending and must not touch.
+        """
         return any(first <= layers[0] and layers[1] <= end for first, end in ranges)
 
     def transfer_ticks(self, before: Op, after: Op) -> int:
-        """Return the ticks of a tensor from one op to another; 0 on one worker."""
+        """Return the ticks of a transfer between two ops: 0 on one worker."""
         return 0 if before.worker == after.worker else self.schedule.times.transfer
 
     def op_text(self, op: Op) -> str:
-        """Return the text that names an op in a message."""
+        """Return text that names an op in a message."""
         return self.schedule.op_text(op)
 
     def time_text(self, ticks: int) -> str:
-        """Return a time or duration as text, in ticks and seconds."""
+        """Return a time or duration as text, in ticks and in seconds."""
         return f"{ticks} ticks ({self.schedule.seconds(ticks):g} s)"
 
 
 def ranges_text(ranges: Sequence[LayerRange]) -> str:
-    """Format layers for a message: `layers 0 to 3, layer 6`."""
+    """Return text that names layers: `layers 0 to 3, layer 6`, or `no layer`."""
     return ", ".join(layers_text(layers) for layers in merge_ranges(ranges)) or "no layer"
 
 
@@ -184,12 +204,13 @@ def ranges_text(ranges: Sequence[LayerRange]) -> str:
 
 
 def check_live_workers(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each live worker without a seat of its own.
+    """Yield a violation for each live worker without a seat, or with several.
 
-    Each must have exactly one seat; no seat may be outside of the grid, or of a failed worker.
+    Also yield one for each failed worker with a seat, and for each worker outside the grid.
     """
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
+    # A schedule from code may name any worker; one from a file is checked by the codec.
     for worker in sorted(set(seats) - set(grid.workers())):
         yield Violation(
             "live-workers",
@@ -198,6 +219,7 @@ def check_live_workers(case: CheckContext) -> Iterator[Violation]:
             worker=worker,
         )
     for worker in grid.workers():
+        # All workers that have not failed must take part, once each, and no others.
         if worker in failed and seats[worker]:
             yield Violation(
                 "live-workers", f"worker {worker} has failed but has a program", worker=worker
@@ -211,7 +233,7 @@ def check_live_workers(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_roles(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each role outside of the grid, or that two seats have."""
+    """Yield a violation for each role outside the grid, or with two workers."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
@@ -227,6 +249,7 @@ def check_roles(case: CheckContext) -> Iterator[Violation]:
                 f"worker {seat.worker} plays role {role}, which another worker plays already",
                 worker=seat.worker,
             )
+        # Later seats are to blame if two have the same role.
         played.add(role)
 
 
@@ -234,6 +257,7 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each range of layers that no live worker holds."""
     schedule = case.schedule
     columns = range(schedule.grid.columns)
+    # A role outside the grid has no layers; `check_roles` reports it.
     ranges = merge_ranges(
         {
             layers
@@ -243,6 +267,7 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
         }
     )
     reached = 0
+    # The empty range at the end of the model reveals a gap before it.
     for first, end in (*ranges, (schedule.grid.layer_count, schedule.grid.layer_count)):
         if first > reached:
             yield Violation(
@@ -254,10 +279,13 @@ def check_holders(case: CheckContext) -> Iterator[Violation]:
 
 
 def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
-    """Return layers as text, with the stages that lie within them."""
+    """Return text that names layers, with the stages that lie wholly within them."""
     grid = case.schedule.grid
-    stages = [str(stage) for stage, (first, end) in enumerate(grid.layers_by_stage[:grid.depth])
-              if layers[0] <= first and end <= layers[1]]
+    stages = [
+        str(stage)
+        for stage, (first, end) in enumerate(grid.layers_by_stage[: grid.depth])
+        if layers[0] <= first and end <= layers[1]
+    ]
     if not stages:
         return layers_text(layers)
     plural = "s" if len(stages) > 1 else ""
@@ -268,14 +296,16 @@ def _layers_and_stages_text(case: CheckContext, layers: LayerRange) -> str:
 
 
 def check_each_once(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each op that is missing, run twice or unknown.
+    """Yield a violation for each compute op that is missing, not expected, or run twice.
 
-    The slices of each micro-batch must cover all layers once, and F, I and W (or F and B) run once
-    at each.
+    The slices of each micro-batch must cover all layers once. At each slice, F, I and W (or F and
+    B) must run once.
     """
+    # Most schedules: nothing is cut, nothing is missing.
     if case.has_only_stage_routes:
         return
     yield from _check_foreign_ops(case)
+    # Many micro-batches share a route, so each route is judged once.
     tiling: dict[Route, str] = {}
     for pipeline, microbatch in case.microbatches():
         route = case.route_of(pipeline, microbatch)
@@ -286,14 +316,18 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
         for slice in route:
             for kind in case.op_kinds:
                 if (kind, slice, pipeline, microbatch) not in case.ops:
-                    yield Violation("each-once", f"{kind}(micro-batch {pipeline}.{microbatch}, "
-                                    f"{case.schedule.slice_text(slice)}) is not run by any worker")
+                    yield Violation(
+                        "each-once",
+                        f"{kind}(micro-batch {pipeline}.{microbatch}, "
+                        f"{case.schedule.slice_text(slice)}) is not run by any worker",
+                    )
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each compute op that belongs to no F.
+    """Yield a violation for each compute op that is not expected, or repeated.
 
-    Its kind is wrong, its micro-batch unknown, its slice without F, or it runs a second time.
+    Not expected are ops of a kind that the schedule's backward does not have, of a micro-batch that
+    its pipeline does not have, or on a slice where the micro-batch runs no F.
     """
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
@@ -305,8 +339,13 @@ def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
                 op,
             )
         elif not 0 <= microbatch < schedule.grid.microbatches[pipeline]:
-            yield Violation("each-once", f"{case.op_text(op)}: pipeline {pipeline} has only "
-                            f"{schedule.grid.microbatches[pipeline]} micro-batches", op)
+            yield Violation(
+                "each-once",
+                f"{case.op_text(op)}: pipeline {pipeline} has only "
+                f"{schedule.grid.microbatches[pipeline]} micro-batches",
+                op,
+            )
+        # Routes are read off the F, so ops elsewhere belong to no route.
         elif (OpKind.F, slice, pipeline, microbatch) not in case.ops:
             yield Violation("each-once", f"{case.op_text(op)}: the micro-batch runs no F there", op)
         elif key in seen:
@@ -316,11 +355,12 @@ def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
                 f"ran on {seen[key].worker} at {case.time_text(seen[key].start_ticks)}",
                 op,
             )
+        # The first op with this key stands; later ones repeat it.
         seen.setdefault(key, op)
 
 
 def _describe_untiled(case: CheckContext, route: Route) -> str:
-    """Describe where the slices of a route skip a layer or pass one twice."""
+    """Describe where a route skips a layer or passes one twice; empty if nowhere."""
     reached, before = 0, None
     for slice in route:
         first, end = case.schedule.layers_of(slice)
@@ -339,9 +379,10 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each live worker that does not end as it must.
+    """Yield a violation for each live worker that ends an iteration wrongly.
 
-    It must all-reduce exactly its held layers, and end with its only optimizer step.
+    A worker must all-reduce its held layers, once each and no others. Its last op must be its only
+    optimizer step.
     """
     for worker, ops in case.programs.items():
         yield from _check_reductions_of(case, worker)
@@ -360,7 +401,7 @@ def check_closing(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker that reduces or steps among forwards only."""
+    """Yield a violation for each worker with an all-reduce or optimizer step."""
     for worker, ops in case.programs.items():
         other = next((op for op in ops if op.kind in (OpKind.A, OpKind.O)), None)
         if other is not None:
@@ -370,11 +411,12 @@ def check_only_forwards(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violation]:
-    """Yield a violation for each all-reduce that does not match the worker's held layers."""
+    """Yield violations where a worker's all-reduces do not match its held layers."""
     ranges = case.schedule.held_layers(worker)
     reductions = sorted(case.reductions[worker], key=lambda reduced: reduced[0])
     if ranges == tuple(layers for layers, _ in reductions):
         return
+    # The lists differ: say which layers are reduced twice, which are not held, which are left out.
     for (before, left), (after, right) in pairwise(reductions):
         if after[0] < before[1]:
             yield Violation(
@@ -386,6 +428,7 @@ def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violati
                 worker,
             )
     for layers, op in reductions:
+        # A worker has no gradients of layers that it does not hold.
         if not case.covers_layers(ranges, layers):
             yield Violation(
                 "closing",
@@ -394,6 +437,7 @@ def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violati
                 op,
                 worker,
             )
+    # Without these reductions, its parameters would differ from those of its peers.
     missing = _subtract_ranges(ranges, [layers for layers, _ in reductions])
     if missing:
         yield Violation(
@@ -404,7 +448,6 @@ def _check_reductions_of(case: CheckContext, worker: Worker) -> Iterator[Violati
 
 
 def _reduction_text(case: CheckContext, op: Op) -> str:
-    """Return the text that names an all-reduce in a message."""
     assert op.slice is not None
     return f"A({case.schedule.slice_text(op.slice)})"
 
@@ -426,14 +469,18 @@ def _subtract_ranges(
 
 
 def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation where holders reduce a layer apart, or in different ranges."""
-    one_of: dict[LayerRange, Op] = {}
+    """Yield a violation for each all-reduced range of layers that overlaps the one before.
+
+    All holders of a layer must reduce it as part of the same range. Ranges are compared in
+    ascending order.
+    """
+    first_op: dict[LayerRange, Op] = {}
     for reduced in case.reductions.values():
         for layers, op in reduced:
-            one_of.setdefault(layers, op)
+            first_op.setdefault(layers, op)
     for before, after in pairwise(case.reduced_ranges):
         if after[0] < before[1]:
-            op, other = one_of[after], one_of[before]
+            op, other = first_op[after], first_op[before]
             shared = layers_text((after[0], min(after[1], before[1])))
             yield Violation(
                 "reduced-together",
@@ -447,11 +494,13 @@ def check_reduced_together(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_hosts(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each op on a worker that lacks what it needs.
+    """Yield a violation for each compute op on a worker that cannot run it.
 
-    That is the layers of its slice, or the F of its micro-batch there.
+    The worker must hold the layers of the op's slice. For I, W and B, it must also have run the F
+    of the same micro-batch and slice.
     """
     schedule, ops = case.schedule, case.ops
+    # Workers with equal layers share the answers by slice.
     fitting: dict[tuple[LayerRange, ...], dict[int, bool]] = {}
     for worker, program in case.programs.items():
         ranges = schedule.held_layers(worker)
@@ -467,6 +516,7 @@ def check_hosts(case: CheckContext) -> Iterator[Violation]:
                 continue
             if slice not in fits:
                 fits[slice] = case.covers_layers(ranges, schedule.layers_of(slice))
+            # F, I and W all need the parameters.
             if not fits[slice]:
                 yield Violation(
                     "host",
@@ -474,8 +524,12 @@ def check_hosts(case: CheckContext) -> Iterator[Violation]:
                     f"{layers_text(schedule.layers_of(slice))}",
                     op,
                 )
-            elif op.kind is not OpKind.F and \
-                    worker != (first := ops[OpKind.F, slice, op.pipeline, op.microbatch]).worker:
+            # I and W need what F has kept on its worker.
+            elif (
+                op.kind is not OpKind.F
+                and worker
+                != (first := ops[OpKey(OpKind.F, slice, op.pipeline, op.microbatch)]).worker
+            ):
                 yield Violation(
                     "host",
                     f"{case.op_text(op)}: its F ran on {first.worker}, which holds the activation",
@@ -484,11 +538,11 @@ def check_hosts(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each op that overlaps the op before it.
+    """Yield a violation for each op that overlaps another op of its worker.
 
-    It starts before tick 0, or before the end of the op before it in its worker's program. If
-    reductions overlap with compute, a worker runs one reduction and one other op at a time. O then
-    waits for both, and the ops of a program are ordered by start.
+    The first op starts at tick 0 or later, and every other op after the end of the previous one in
+    the program. If reductions overlap with compute, a worker runs one reduction and one other op at
+    a time. O then waits for both, and the ops of a program are ordered by start.
     """
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
@@ -499,6 +553,7 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
                 ops[0],
                 worker,
             )
+        # Ops that use the same resource, compute or links, follow one another.
         for before, op in _sequential_pairs(ops, overlaps=case.schedule.has_overlap):
             if op.start_ticks < before.end_ticks:
                 yield Violation(
@@ -509,6 +564,7 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
                     op,
                     worker,
                 )
+        # A reduction may overlap the next op, but must not be listed after ops that start later.
         if case.schedule.has_overlap:
             for before, op in pairwise(ops):
                 if op.start_ticks < before.start_ticks:
@@ -523,24 +579,25 @@ def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
 
 
 def _sequential_pairs(ops: Sequence[Op], *, overlaps: bool) -> Iterator[tuple[Op, Op]]:
-    """Iterate over pairs of a worker's ops that must not overlap."""
+    """Iterate over neighbouring ops that must not overlap; A may overlap compute if `overlaps`."""
     if not overlaps:
         yield from pairwise(ops)
         return
+    # Reductions run beside other ops, except for O, which belongs to both sequences.
     yield from pairwise(op for op in ops if op.kind is not OpKind.A)
     yield from pairwise(op for op in ops if op.kind in (OpKind.A, OpKind.O))
 
 
 def check_forward_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each F that starts too early.
+    """Yield a violation for each F that starts before its input has arrived.
 
-    F must follow F at the slice before on the route, plus any transfer.
+    The input comes from F at the previous slice of the route.
     """
     ops = case.ops
     for pipeline, microbatch in case.microbatches():
         before = None
         for slice in case.route_of(pipeline, microbatch):
-            op = ops[OpKind.F, slice, pipeline, microbatch]
+            op = ops[OpKey(OpKind.F, slice, pipeline, microbatch)]
             if before is not None and op.start_ticks < before.end_ticks + case.transfer_ticks(
                 before, op
             ):
@@ -549,34 +606,34 @@ def check_forward_order(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_backward_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each I (or B) that starts too early.
+    """Yield a violation for each I (or B) that starts before its gradient has arrived.
 
-    It must follow the I (or B) at the next slice on the route, plus any transfer; at the last
-    slice, F.
+    The gradient comes from the I (or B) at the next slice of the route. At the last slice, I (or B)
+    waits for F instead.
     """
     gradient, ops = case.gradient_kind, case.ops
     for pipeline, microbatch in case.microbatches():
         route = case.route_of(pipeline, microbatch)
-        before = ops[OpKind.F, route[-1], pipeline, microbatch]
+        before = ops[OpKey(OpKind.F, route[-1], pipeline, microbatch)]
         for slice in reversed(route):
-            op = ops[gradient, slice, pipeline, microbatch]
+            op = ops[OpKey(gradient, slice, pipeline, microbatch)]
             if op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
                 yield _early_start_violation(case, "backward-order", before, op)
             before = op
 
 
 def check_weight_order(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each W that starts before the end of its I."""
+    """Yield a violation for each W that starts before its I has ended."""
     ops = case.ops
     for (kind, slice, pipeline, microbatch), op in ops.items():
         if kind is OpKind.W:
-            before = ops[OpKind.I, slice, pipeline, microbatch]
+            before = ops[OpKey(OpKind.I, slice, pipeline, microbatch)]
             if op.start_ticks < before.end_ticks + case.transfer_ticks(before, op):
                 yield _early_start_violation(case, "weight-order", before, op)
 
 
 def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) -> Violation:
-    """Return the violation of `rule` by an op that starts too early."""
+    """Return the violation of `rule` by `op`, which should wait for `before`."""
     hop = case.transfer_ticks(before, op)
     arrival = f", and its result takes {case.time_text(hop)} to arrive" if hop else ""
     return Violation(
@@ -588,15 +645,16 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
 
 
 def check_memory(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each worker whose micro-batches take more memory than it has.
+    """Yield a violation for each worker that needs more memory than it has.
 
-    What a micro-batch takes between F and W is compared with the worker's memory for activations.
+    The first tick at which micro-batches exceed the room is reported.
     """
     sizes = case.schedule.memory
     if sizes is None:
         return
     for worker, ops in case.programs.items():
         seat = case.schedule.seat_of[worker]
+        # The weights alone may be too much; no op then helps to say where.
         free = activation_room(case.schedule, seat) or 0
         if free < 0:
             yield Violation(
@@ -606,6 +664,7 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
                 worker=worker,
             )
             continue
+        # Later excesses mostly follow from the first.
         for tick, amount in memory_profile(sizes, ops):
             if amount > free:
                 op = next((op for op in ops if tick in (op.start_ticks, op.end_ticks)), None)
@@ -621,11 +680,13 @@ def check_memory(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each range of layers that is all-reduced too early or apart.
+    """Yield a violation for each A that starts too early or alone.
 
-    Its all-reduces must start together, after the last backward of these layers on any worker.
+    On all workers, the A of a range of layers must start together, after the last backward of these
+    layers on any worker.
     """
     schedule, final = case.schedule, case.op_kinds[-1]
+    # The last backward of each slice, then of each range of layers that is reduced.
     last_of_slice: dict[int, Op] = {}
     for (kind, slice, _, _), op in case.ops.items():
         if kind is final and (
@@ -637,6 +698,7 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
         for layers in case.reduced_ranges_sharing(schedule.layers_of(slice)):
             if layers not in last or op.end_ticks > last[layers].end_ticks:
                 last[layers] = op
+    # All reductions of a range start with the first one seen, after that backward.
     first: dict[LayerRange, Op] = {}
     for layers, op in (reduction for reduced in case.reductions.values() for reduction in reduced):
         together = first.setdefault(layers, op)
@@ -660,8 +722,8 @@ def check_all_reduce(case: CheckContext) -> Iterator[Violation]:
 def check_optimizer(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each O of a synchronous optimizer that starts too early.
 
-    O must follow the last backward of the whole job. A staggered optimizer needs
-    nothing beyond what `check_closing` checks.
+    O must follow the last backward of the whole job. For a staggered optimizer, `check_closing`
+    suffices.
     """
     if case.schedule.optimizer != "synchronous" or not case.ops:
         return
@@ -678,19 +740,21 @@ def check_optimizer(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_period(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation unless the period is what the ops take.
+    """Yield a violation unless the period is the time that the ops take.
 
-    It must be the longest busy window of a worker or, with a synchronous optimizer, the makespan.
-    If it were shorter, the next iteration of that worker would start before this one has ended.
+    That time is the longest busy window of a worker or, with a synchronous optimizer, the makespan.
+    In a shorter period, a worker would start the next iteration before the end of this one.
     """
     windows = {
         worker: (ops[0].start_ticks, ops[-1].end_ticks)
         for worker, ops in case.programs.items()
         if ops
     }
+    # All workers then start together.
     if case.schedule.optimizer == "synchronous":
         start = min(start for start, _ in windows.values())
         windows = {worker: (start, end) for worker, (_, end) in windows.items()}
+    # The busiest worker decides; all others then fit.
     worker = max(windows, key=lambda worker: windows[worker][1] - windows[worker][0])
     start, end = windows[worker]
     if case.schedule.period_ticks != end - start:
@@ -704,9 +768,10 @@ def check_period(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_bound(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation if the lower bound contradicts the period or status.
+    """Yield a violation if the lower bound contradicts the period or the status.
 
-    It must not exceed the period, and must equal it exactly if the status is 'optimal'.
+    The bound must not exceed the period. It must equal the period if the status is 'optimal', and
+    only then.
     """
     lower, period = case.schedule.lower_bound_ticks, case.schedule.period_ticks
     if lower > period:
@@ -715,6 +780,7 @@ def check_bound(case: CheckContext) -> Iterator[Violation]:
             f"the lower bound, {case.time_text(lower)}, exceeds the period, "
             f"{case.time_text(period)}",
         )
+    # The status says no more and no less than that period and bound meet.
     elif (case.schedule.status == "optimal") != (lower == period):
         yield Violation(
             "bound",
@@ -726,15 +792,16 @@ def check_bound(case: CheckContext) -> Iterator[Violation]:
 def check_deadlock(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation if ops wait for each other in a circle.
 
-    Transfers and all-reduces count, however long each really takes. The rules that `check` has
-    verified before imply that an op starts no earlier than what it waits for, and strictly later if
-    that takes any time. A circle can therefore only consist of ops without duration, and of
-    all-reduces, which may take time on only some of their workers. If there is no circle of ops,
-    `schedules.graph.order_transfers` finds an order of transfers that adds none.
+    Transfers and all-reduces count, however long they really take.
     """
+    # By the rules checked before, an op starts no earlier than what it waits for, and later if that
+    # takes any time. A circle can therefore only consist of ops without duration, and of
+    # all-reduces, which may take time on only some of their workers. If there is no circle of ops,
+    # `schedules.graph.order_transfers` finds an order of transfers that adds none.
     instant = _select_ops(case, lambda op: op.end_ticks == op.start_ticks)
     if not any(instant.values()):
         return
+    # All-reduces join them only if some take time: those without are there already.
     if any(
         op.end_ticks > op.start_ticks for reduced in case.reductions.values() for _, op in reduced
     ):
@@ -747,10 +814,8 @@ def check_deadlock(case: CheckContext) -> Iterator[Violation]:
         yield Violation("deadlock", str(error).removeprefix("deadlock: "))
 
 
-def _select_ops(
-    case: CheckContext, is_wanted: Callable[[Op], bool]
-) -> dict[Worker, list[Op]]:
-    """Return the ops that are wanted of each worker, in program order."""
+def _select_ops(case: CheckContext, is_wanted: Callable[[Op], bool]) -> dict[Worker, list[Op]]:
+    """Return each worker's ops for which `is_wanted` is true, in program order."""
     return {worker: list(filter(is_wanted, ops)) for worker, ops in case.programs.items()}
 
 
@@ -758,7 +823,7 @@ def _select_ops(
 
 
 MAX_VIOLATIONS = 100
-"""Maximum number of violations reported per rule."""
+"""Largest number of violations that are reported per rule."""
 
 Rule = Callable[[CheckContext], Iterator[Violation]]
 TIERS: tuple[tuple[Rule, ...], ...] = (
@@ -784,17 +849,16 @@ FORWARD_TIERS: tuple[tuple[Rule, ...], ...] = (
     (check_hosts, check_one_at_a_time, check_forward_order, check_period, check_bound),
     (check_deadlock,),
 )
-"""Rules, tier by tier, for schedules of forwards only (`schedules.forwards`)."""
+"""Rules, in tiers, for schedules of forwards only (`schedules.forwards`)."""
 
 
 def check(schedule: Schedule, *, forwards: bool = False) -> list[Violation]:
-    """Return the violations of a schedule's rules; empty if it is valid.
+    """Return the rules that a schedule breaks, as violations; none if it is valid.
 
-    Rules are checked in groups (`TIERS`), each of which relies on those before: only violations of
-    the first group that is broken are returned, at most MAX_VIOLATIONS per rule. With `forwards`,
-    the schedule must have no ops but F, as for the validation of a model. The schedule must have
-    the form that `schedules.codec` requires of a file: all its indices are valid. Raises TypeError
-    for anything but a schedule.
+    Only the first tier of rules (`TIERS`) with a violation is reported, with at most MAX_VIOLATIONS
+    per rule. If `forwards` is true, the schedule must have no ops but F, as for the validation of a
+    model. All indices must be valid, as `schedules.codec` ensures for a file. Raises TypeError for
+    anything but a schedule.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(

@@ -1,9 +1,11 @@
-"""Read and write schedules as JSON: versioned and canonical (one schedule, one text).
+"""Read and write schedules as JSON.
 
-Malformed files are refused with an error of one line. Reading checks only the form: types, lengths,
-ranges and indices. `schedules.check` checks the scheduling rules.
+The format has versions, and is canonical: a schedule has one text only. Malformed files are refused
+with an error of one line. Reading checks only the form: types, lengths, ranges and indices. The
+rules of scheduling are checked by `schedules.check`.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -32,15 +34,18 @@ OLDER_VERSIONS = (1,)
 """Older versions that can be read; version 1 has neither slices nor held layers."""
 MAX_FILE_BYTES = 64 * 2**20
 MAX_OPS = 2**23
-"""Largest number of ops of all workers in a file; programs are stored once."""
+"""Largest number of ops of all workers together.
+
+A file can have many more ops than it lists, because workers share programs.
+"""
 MAX_NAME = 200
 MAX_LAYERS = 2**17
 MAX_SLICE_LAYERS = 2**22
-"""Maximum total of layers in all slices, and of held ranges in all seats."""
+"""Largest number of layers of all slices together, and of held ranges of all seats."""
 
 
 class ScheduleError(DocumentError):
-    """Error, in one line, of a schedule that cannot be read or is too large."""
+    """Error of one line for a schedule that cannot be read, or is too large."""
 
 
 class Document(Schedule, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,12 +69,12 @@ _KIND = DocumentKind(
 
 
 def encode(schedule: Schedule) -> bytes:
-    """Encode a schedule as canonical JSON.
+    """Encode a schedule as canonical JSON: one line that ends with a newline.
 
-    Keys have a fixed order, in one line with a newline at the end. Raises ScheduleError if the
-    schedule is too large to be read again.
+    Raises ScheduleError if the schedule is too large to be read again.
     """
     try:
+        # What is written can be read: the limits of `decode` apply here, too.
         require_op_limit(schedule)
         fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         fields |= {
@@ -86,7 +91,7 @@ def encode(schedule: Schedule) -> bytes:
 
 
 def decode(data: bytes, source: str = "schedule") -> Schedule:
-    """Decode a schedule from a file's bytes. Raises ScheduleError that names `source`."""
+    """Decode a schedule file's bytes. Raises ScheduleError, whose message names `source`."""
     document = _KIND.decode(data, source)
     schedule = Schedule(**{name: getattr(document, name) for name in _FIELDS})
     try:
@@ -110,12 +115,17 @@ def write(schedule: Schedule, path: Path) -> None:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a schedule file. `schedules/schedule.schema.json` is a copy."""
+    """Return the JSON Schema of a schedule file, as in `schedules/schedule.schema.json`."""
     schema = msgspec.json.schema(Document)
     document = schema["$defs"]["Document"]
+    # In the struct, format and version have defaults; a file must have both.
     document["properties"]["format"] = {"const": FORMAT}
     document["properties"]["version"] = {"enum": [*OLDER_VERSIONS, VERSION]}
     document["required"] = [*document["required"], "format", "version"]
+    # Releases of msgspec differ in whether they keep the indentation of docstrings.
+    for definition in schema["$defs"].values():
+        if "description" in definition:
+            definition["description"] = inspect.cleandoc(definition["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Slipstream schedule",
@@ -124,7 +134,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _require_version_1(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule of version 1 uses keys of later versions."""
+    """Raise ValueError if a schedule uses keys that version 1 of the format lacks."""
     has_holdings = any(seat.holds is not None for seat in schedule.seats)
     weights = schedule.memory is not None and schedule.memory.weights
     for key, used in (
@@ -144,19 +154,21 @@ def _require_version_1(schedule: Schedule) -> None:
 def validate(schedule: Schedule) -> None:
     """Check all lengths and indices of a schedule, as `decode` does.
 
-    `schedules.check` checks the rules of a valid schedule. Ranges of single numbers are checked by
-    msgspec. Raises ValueError, which names the key and the value.
+    The ranges of single numbers are checked by msgspec when a file is read, and the rules of
+    scheduling by `schedules.check`. Raises ValueError, whose message names the key and the value.
     """
     for key, text in (("job", schedule.job), ("method", schedule.method)):
         if not text.isprintable() or len(text) > MAX_NAME:
             raise ValueError(
                 f"{key} is {text[:MAX_NAME]!r}; expected at most {MAX_NAME} printable characters"
             )
+    # The shape of the job comes first: all other lengths follow from it.
     _validate_grid(schedule.grid)
     _validate_slices(schedule)
     _validate_times(schedule.times, schedule)
     if schedule.memory is not None:
         _validate_memory(schedule.memory, schedule)
+    # Workers and programs are given by number; each must exist.
     for worker in schedule.failed:
         _require_in_grid("failed", worker, schedule.grid)
     _require_ascending("failed", schedule.failed)
@@ -171,6 +183,7 @@ def validate(schedule: Schedule) -> None:
     _require_ascending("seats", tuple(seat.worker for seat in schedule.seats))
     _validate_holdings(schedule)
     require_op_limit(schedule)
+    # Seats share programs, so each program is checked once.
     slices, pipelines = len(schedule.layers_by_slice), schedule.grid.pipelines
     for index, program in enumerate(schedule.programs):
         for position, op in enumerate(program):
@@ -180,7 +193,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def require_op_limit(schedule: Schedule) -> None:
-    """Raise ValueError if a schedule has more ops than a file may have."""
+    """Raise ValueError if a schedule has more than `MAX_OPS` ops."""
     total = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
     if total > MAX_OPS:
         raise ValueError(f"the programs of all seats have {total} ops; expected at most {MAX_OPS}")
@@ -200,7 +213,7 @@ def _validate_grid(grid: Grid) -> None:
 
 
 def _validate_chains(grid: Grid) -> None:
-    """Raise ValueError unless the directions of a bidirectional pipeline match."""
+    """Raise ValueError unless each chain passes all columns, with the layers of the first chain."""
     _require_in_range("grid.chains", grid.chains, 1, len(grid.stages))
     if grid.chains == 1:
         return
@@ -209,11 +222,13 @@ def _validate_chains(grid: Grid) -> None:
             f"grid.chains is {grid.chains}; expected a divisor of the {len(grid.stages)} stages"
         )
     places = {(index // grid.depth, stage.column) for index, stage in enumerate(grid.stages)}
+    # Every column takes part in each direction.
     if len(places) < grid.chains * grid.columns:
         raise ValueError(
             f"grid.chains is {grid.chains}; expected each chain to pass all {grid.columns} columns"
         )
     for index, stage in enumerate(grid.stages):
+        # Copies reduce their gradients together, so they must have the same layers.
         original = grid.stages[grid.original_stage(index)]
         if stage.layers != original.layers:
             raise ValueError(
@@ -232,6 +247,8 @@ def _validate_slices(schedule: Schedule) -> None:
     """Raise ValueError unless slices are distinct ranges of layers."""
     grid, slices = schedule.grid, schedule.slices
     named = any(stage.layers is not None for stage in grid.stages)
+    # Unless the named layers are contiguous, each stage counts as one layer
+    # (`Grid.layers_by_stage`): slices could then not refer to layers by number.
     contiguous = grid.layers_by_stage == tuple(stage.layers for stage in grid.stages)
     refined = slices or any(seat.holds is not None for seat in schedule.seats)
     if named and not contiguous and refined:
@@ -248,7 +265,7 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Raise ValueError unless held layers are ascending ranges that do not touch."""
+    """Raise ValueError unless each seat's layers are ascending ranges that do not touch."""
     layers = schedule.grid.layer_count
     seats = [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:
@@ -262,6 +279,7 @@ def _validate_holdings(schedule: Schedule) -> None:
                     f"{name}: {list(after)} after {list(before)}; expected ascending ranges that "
                     "do not touch"
                 )
+    # The costs of a column say nothing of a seat with its own layers: costs by layer are needed.
     if seats:
         _require_length(
             "times.optimizer_of_layer", schedule.times.optimizer_of_layer, layers, "layer"
@@ -271,7 +289,7 @@ def _validate_holdings(schedule: Schedule) -> None:
 
 
 def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> None:
-    """Raise ValueError unless each range is a non-empty part of the model's layers."""
+    """Raise ValueError unless each range has layers, all below the number `layers`."""
     for first, end in ranges:
         if not 0 <= first < end <= layers:
             raise ValueError(
@@ -281,15 +299,21 @@ def _require_ranges(name: str, ranges: Iterable[LayerRange], layers: int) -> Non
 
 def _validate_times(times: Times, schedule: Schedule) -> None:
     grid = schedule.grid
+    # Values by slice come first; then those by column, by layer and by worker.
     for name in ("forward", "backward_input", "backward_weight", "all_reduce"):
-        _require_length(f"times.{name}", getattr(times, name), len(schedule.layers_by_slice),
-                        _slice_unit_text(schedule))
+        _require_length(
+            f"times.{name}",
+            getattr(times, name),
+            len(schedule.layers_by_slice),
+            _slice_unit_text(schedule),
+        )
     _require_length("times.optimizer", times.optimizer, grid.columns, "column")
     if times.optimizer_of_layer:
         _require_length(
             "times.optimizer_of_layer", times.optimizer_of_layer, grid.layer_count, "layer"
         )
     for name, values in msgspec.structs.asdict(times.of_layers).items() if times.of_layers else ():
+        # These two are units, not lists.
         if name not in ("per_tick", "per_unit"):
             _require_length(f"times.of_layers.{name}", values, grid.layer_count, "layer")
     for slow in times.slow:
@@ -300,8 +324,12 @@ def _validate_times(times: Times, schedule: Schedule) -> None:
 def _validate_memory(memory: Memory, schedule: Schedule) -> None:
     _require_length("memory.capacity", memory.capacity, schedule.grid.columns, "column")
     for name in ("activation", "weight_stash"):
-        _require_length(f"memory.{name}", getattr(memory, name), len(schedule.layers_by_slice),
-                        _slice_unit_text(schedule))
+        _require_length(
+            f"memory.{name}",
+            getattr(memory, name),
+            len(schedule.layers_by_slice),
+            _slice_unit_text(schedule),
+        )
     if memory.weights:
         _require_length("memory.weights", memory.weights, schedule.grid.layer_count, "layer")
     rooms = memory.capacity_of or ()
@@ -315,7 +343,7 @@ def _slice_unit_text(schedule: Schedule) -> str:
 
 
 def _describe_op_error(op: ProgramOp, slices: int, pipelines: int) -> str | None:
-    """Return what is wrong with an op of a program; None if nothing is."""
+    """Describe what is wrong with a program's op; None if nothing is."""
     if (op.slice is None) != (op.kind is OpKind.O):
         return f": {op.kind} {'needs a' if op.slice is None else 'takes no'} slice"
     if op.slice is not None and op.slice >= slices:

@@ -1,12 +1,12 @@
 """Find the tensors that workers exchange, and an order without deadlock.
 
-Tensors are numbered among pipelines that share micro-batches, so that both ends use the same
-number.
+Tensors are numbered within a group of pipelines that share micro-batches. Both ends of a transfer
+use the same number.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from slipstream.schedules.graph import (
     order_transfers,
@@ -19,32 +19,34 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, Op, OpKind, Schedule, S
 
 
 class Crossing(NamedTuple):
-    """Tensor that one worker sends to another.
+    """Tensor that one worker sends to another, with its number in a common order.
 
-    If all workers exchange tensors in the order of `number`, none waits forever: what is produced
-    first has the lower number (see `schedules.graph.order_transfers`).
+    If all workers exchange tensors in the order of `number`, none waits forever: what is made first
+    has the lower number (see `schedules.graph.order_transfers`).
     """
 
     number: int
     tensor: Tensor
     slice: int
-    """Number of the slice at which an op takes the tensor."""
+    """Slice of the op that takes the tensor."""
     pipeline: int
     microbatch: int
     source: Worker
     target: Worker
     made: int
-    """Position of the making op in the source's program; `taken` is the taking op's."""
+    """Index, in the source's program, of the op that makes the tensor."""
     taken: int
+    """Index, in the target's program, of the op that takes the tensor."""
 
 
 def crossings_by_worker(
     schedule: Schedule, pipelines: Sequence[int]
 ) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker sends and receives, in an order without deadlock.
+    """Return the tensors that each worker sends or receives, in an order without deadlock.
 
-    The workers are those whose roles are in these pipelines; the order is `Crossing.number`. These
-    pipelines must not share micro-batches with the rest.
+    The result has the workers whose roles are in `pipelines`. These pipelines must share no
+    micro-batches with others, and the schedule must pass `schedules.check`. The tensors are sorted
+    by `Crossing.number`.
     """
     by_worker = _group_by_worker(_ordered_crossings(schedule, pipelines))
     return {
@@ -55,7 +57,7 @@ def crossings_by_worker(
 
 
 def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossing]]:
-    """Return the tensors that each worker sends or receives, by worker, in the given order."""
+    """Return the tensors that each worker sends or receives, in the given order."""
     grouped: dict[Worker, list[Crossing]] = defaultdict(list)
     for crossing in crossings:
         grouped[crossing.source].append(crossing)
@@ -64,17 +66,13 @@ def _group_by_worker(crossings: Iterable[Crossing]) -> dict[Worker, list[Crossin
 
 
 def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Crossing]:
-    """Return all tensors that these workers exchange, numbered in an order without deadlock.
-
-    The workers are those whose roles are in these pipelines; numbers begin at 0. The pipelines must
-    share no micro-batches with others, and the schedule must pass its checks: its times then give
-    such an order. If ops without duration leave the order open, the graph of ops decides. If
-    `pipelines` is a single one, each op counts as starting as early as possible; the tensors'
-    numbers then stay the same if a failure elsewhere only delays this pipeline.
-    """
+    """Return the tensors that these pipelines' workers exchange, in an order without deadlock."""
+    # The schedule passes its checks, so planned starts give an order without deadlock.
     wanted = set(pipelines)
     seats = [seat for seat in schedule.seats if seat.role.pipeline in wanted]
     places = _places_by_op(schedule, seats)
+    # In a single pipeline, each op counts as starting as early as possible: tensors then keep their
+    # numbers if a failure elsewhere only delays this pipeline.
     if len(pipelines) == 1:
         order = topological_order(schedule, programs_of(schedule, pipelines))
         early = place_as_early(
@@ -83,6 +81,7 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Cro
         places = {
             key: made._replace(start_ticks=early[key].start_ticks) for key, made in places.items()
         }
+    # Of ops without duration at one tick, the graph knows the order.
     crossings = _number_crossings(schedule, places, sorted(places, key=places.__getitem__))
     if not _is_in_program_order(crossings):
         crossings = _number_crossings(
@@ -92,96 +91,114 @@ def _ordered_crossings(schedule: Schedule, pipelines: Sequence[int]) -> list[Cro
 
 
 class _OpPlace(NamedTuple):
-    """Where and when an op that makes or takes a tensor is planned."""
+    """Place and time of an op that makes or takes a tensor."""
 
     start_ticks: int
     way: int
+    """Number that ascends over a micro-batch's ops: forwards, then backwards."""
     place: int
-    """Position of the op in its worker's program."""
+    """Index of the op in its worker's program."""
     worker: Worker
 
 
 _EXCHANGING = OpKind.F, OpKind.I, OpKind.B
+"""Kinds of op that make or take tensors."""
 Places = Mapping[OpKey, _OpPlace]
 
 
 def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
-    """Return the place of each F, I and B of these seats by key."""
-    found: dict[OpKey, _OpPlace] = {}
+    """Return the place of each F, I and B of these seats, by op key."""
+    places: dict[OpKey, _OpPlace] = {}
     ways: dict[tuple[OpKind, int, Sequence[int]], int] = {}
     for seat in seats:
-        own_pipeline, worker = seat.role.pipeline, seat.worker
+        role_pipeline, worker = seat.role.pipeline, seat.worker
         for place, op in enumerate(schedule.programs[seat.program]):
             if op.kind in _EXCHANGING:
-                pipeline = own_pipeline if op.pipeline is None else op.pipeline
-                _, slice, _, microbatch = key = cast(
-                    OpKey, (op.kind, op.slice, pipeline, op.microbatch)
-                )
-                path = schedule.route_of(pipeline, microbatch)
-                way = ways.get((op.kind, slice, path))
+                pipeline = role_pipeline if op.pipeline is None else op.pipeline
+                assert op.slice is not None and op.microbatch is not None
+                path = schedule.route_of(pipeline, op.microbatch)
+                # Many micro-batches share a route, which is searched once for all of them.
+                way = ways.get((op.kind, op.slice, path))
                 if way is None:
-                    at = path.index(slice)
-                    way = ways[op.kind, slice, path] = (
-                        at if op.kind is OpKind.F else 2 * len(path) - at
-                    )
-                found[key] = _OpPlace(op.start_ticks, way, place, worker)
-    return found
+                    position = path.index(op.slice)
+                    way = position if op.kind is OpKind.F else 2 * len(path) - position
+                    ways[op.kind, op.slice, path] = way
+                key = OpKey(op.kind, op.slice, pipeline, op.microbatch)
+                places[key] = _OpPlace(op.start_ticks, way, place, worker)
+    return places
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of the ops that send a tensor, in the order of `order_transfers`."""
-    found: dict[OpKey, None] = {}
-    for tensor in order_transfers(schedule, programs_of(schedule, pipelines)):
-        path = schedule.route_of(tensor.pipeline, tensor.microbatch)
-        at = path.index(tensor.slice)
-        kinds, slice = ([OpKind.F], path[at - 1]) if tensor.kind == "activation" else (
-            [OpKind.I, OpKind.B], path[at + 1])
-        found |= {
-            key: None
-            for kind in kinds
-            if (key := (kind, slice, tensor.pipeline, tensor.microbatch)) in places
-        }
-    return list(found)
+    """Return the keys of the ops that send tensors, in the order of `order_transfers`.
+
+    These are ops in `places`. The order is that of workers whose roles are in `pipelines`.
+    """
+    senders: dict[OpKey, None] = {}
+    for transfer in order_transfers(schedule, programs_of(schedule, pipelines)):
+        path = schedule.route_of(transfer.pipeline, transfer.microbatch)
+        position = path.index(transfer.slice)
+        if transfer.kind == "activation":
+            kinds, slice_ = [OpKind.F], path[position - 1]
+        else:
+            kinds, slice_ = [OpKind.I, OpKind.B], path[position + 1]
+        for kind in kinds:
+            key = OpKey(kind, slice_, transfer.pipeline, transfer.microbatch)
+            if key in places:
+                senders[key] = None
+    return list(senders)
 
 
 def _number_crossings(schedule: Schedule, places: Places, order: Sequence[OpKey]) -> list[Crossing]:
-    """Return the tensors that go between workers, numbered in the order of their ops."""
-    found: list[Crossing] = []
-    takers: dict[tuple[OpKind, int, Sequence[int]], list[tuple[OpKind, int, Tensor]]] = {}
+    """Return the tensors that go between workers, numbered from 0 in this order of ops."""
+    crossings: list[Crossing] = []
+    takers: dict[tuple[OpKind, int, Sequence[int]], list[_Taker]] = {}
     for key in order:
-        _, _, made, source = places[key]
-        kind, slice, pipeline, microbatch = key
-        path = schedule.route_of(pipeline, microbatch)
-        taking = takers.get((kind, slice, path))
-        if taking is None:
-            taking = takers[kind, slice, path] = [(taker[0], taker[1], rule.tensor)
-                                                  for taker, rule in consumers_with_rules(key, path)
-                                                  if rule.tensor is not None]
-        for taking_kind, at_slice, tensor in taking:
-            taken = places.get((taking_kind, at_slice, pipeline, microbatch))
-            if taken is not None and taken.worker != source:
-                found.append(
+        made = places[key]
+        path = schedule.route_of(key.pipeline, key.microbatch)
+        # The takers are the same for all micro-batches of a route.
+        kinds = takers.get((key.kind, key.slice, path))
+        if kinds is None:
+            kinds = takers[key.kind, key.slice, path] = list(_find_takers(key, path))
+        for taker in kinds:
+            taken = places.get(OpKey(taker.kind, taker.slice, key.pipeline, key.microbatch))
+            # What one worker makes and takes itself does not cross; ops of other groups are not in
+            # `places`.
+            if taken is not None and taken.worker != made.worker:
+                crossings.append(
                     Crossing(
-                        len(found),
-                        tensor,
-                        at_slice,
-                        pipeline,
-                        microbatch,
-                        source,
-                        taken.worker,
-                        made,
-                        taken.place,
+                        number=len(crossings),
+                        tensor=taker.tensor,
+                        slice=taker.slice,
+                        pipeline=key.pipeline,
+                        microbatch=key.microbatch,
+                        source=made.worker,
+                        target=taken.worker,
+                        made=made.place,
+                        taken=taken.place,
                     )
                 )
-    return found
+    return crossings
+
+
+class _Taker(NamedTuple):
+    """Kind and slice of an op that takes a tensor, whichever the micro-batch."""
+
+    kind: OpKind
+    slice: int
+    tensor: Tensor
+
+
+def _find_takers(key: OpKey, path: Sequence[int]) -> Iterator[_Taker]:
+    """Yield the ops on the route `path` that take the tensor of op `key`."""
+    for taker, rule in consumers_with_rules(key, path):
+        if rule.tensor is not None:
+            yield _Taker(taker.kind, taker.slice, rule.tensor)
 
 
 def _is_in_program_order(crossings: Sequence[Crossing]) -> bool:
-    """Return whether this order lets every worker run its program in order.
-
-    At each tensor's turn, the sender must not yet be past the op that makes it, nor the receiver
-    have reached the op that takes it.
-    """
+    """Return whether workers that exchange tensors in this order keep that of their programs."""
+    # At each tensor's turn, the sender must not yet be past the op that makes it, nor the receiver
+    # have reached the op that takes it.
     reached: dict[Worker, int] = {}
     for crossing in crossings:
         if (

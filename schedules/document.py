@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class DocumentError(ValueError):
-    """Error: the file cannot be read. The message is one line."""
+    """Error of one line for a file that cannot be read."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Keys that are read first, so that an error can name another kind or version."""
+    """Format and version of a file, read first so that an error can name them."""
 
     format: Annotated[str, msgspec.Meta(max_length=100)] | None = None
-    version: Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)] | None = None
+    version: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
 _HEADER = msgspec.json.Decoder(Header)
@@ -29,11 +29,10 @@ _VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind(Generic[T]):
-    """Kind of JSON file, with its reader.
+    """Kind of JSON file, such as a schedule, with its reader.
 
-    Each file is one object that has the keys `format` and `version`, among others. Create instances
-    at import only: msgspec crashes if two threads build the decoder of a type for the first time at
-    once.
+    A file is one object with keys `format` and `version`. Create instances at import only: msgspec
+    crashes if two threads build the decoder of a type for the first time at once.
     """
 
     name: str
@@ -41,27 +40,30 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys of most of the file, whose values have no objects, so no duplicate keys."""
+    """Keys of large values without objects, which are not searched for duplicate keys."""
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
-    """Type of error for a file that is not JSON or not of this form. None: `error`."""
+    """Type of error for a file that is malformed; None means `error`."""
     older: tuple[int, ...] = ()
-    """Older versions that can be read besides `version`."""
+    """Older versions of the format that can be read, besides `version`."""
     _decoder: msgspec.json.Decoder[T] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Built at import, before several threads decode; the dataclass is frozen, hence this call.
         object.__setattr__(self, "_decoder", msgspec.json.Decoder(self.content))
 
     def decode(self, data: bytes, source: str) -> T:
-        """Decode a document. `source` names it in errors, whose messages have one line.
+        """Decode a document's bytes; errors name it by `source`, in one line.
 
-        Raises `error` if the document is too large or of another kind or version, and `damaged` (or
-        `error` if that is None) if it is malformed.
+        Raises `error` if the document is too large, or has another format or version. Raises
+        `damaged` (or `error` if that is None) if it is malformed.
         """
         if len(data) > self.max_bytes:
             raise self.error(f"{source}: more than {self.max_bytes} bytes{self._size_remark}")
         try:
+            # The header first: a file of another version could fail in its content, with a
+            # misleading error.
             header = _HEADER.decode(data)
             if header.format != self.format:
                 raise self.error(
@@ -86,16 +88,16 @@ class DocumentKind(Generic[T]):
         return document
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return a file's bytes. Raises `error` if over `max_bytes`, or unreadable."""
+        """Return a file's bytes. Raises `error` if they are over `max_bytes`, or unreadable."""
         return read_at_most(path, self.max_bytes, self.error, self._size_remark)
 
     @property
     def _size_remark(self) -> str:
-        """Text that a message about a too large file ends with."""
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
         """Raise ValueError if an object in the document has a key twice."""
+        # Only the slow standard parser reports duplicates, so it gets the file without its bulk.
         values = _VALUES.decode(data)
         for key in self.bulk:
             data = data.replace(bytes(values[key]), b"0", 1)
@@ -103,7 +105,7 @@ class DocumentKind(Generic[T]):
 
 
 def _dict_of_distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from pairs. Raises ValueError if a key is given twice."""
+    """Build a dict from pairs. Raises ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,4 +1,4 @@
-"""Read files in bounded memory and write them atomically, never half a file."""
+"""Read files in bounded memory, and write them atomically: never half a file."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = "") -> bytes:
-    """Return all bytes of a file of at most `limit` bytes.
+    """Return all bytes of a file, pipe or device, at most `limit`.
 
-    Pipes and devices are read like files, up to the limit. Raises `error` with a one-line message
-    that names the file. If the file is too large, the message ends with `remark`.
+    Raises `error`, with one line that names the file, if it is unreadable or larger. In the latter
+    case the line ends with `remark`.
     """
     try:
         with path.open("rb") as file:
@@ -27,18 +27,19 @@ def read_at_most(path: Path, limit: int, error: type[ValueError], remark: str = 
 
 
 READABLE_BY_ALL = 0o666
-"""Permissions of a file that all may read, less those that the process's umask names."""
+"""Permissions of a file that all may read; the process's umask takes some away."""
 READABLE_BY_OWNER = 0o600
-"""Permissions of a file that only its owner may read, likewise."""
+"""Permissions of a file that its owner alone may read; the umask takes some away."""
 _SUFFIX_BYTES = 4
 
 
 def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> None:
-    """Write a file atomically: write a temporary file next to `path`, fsync it, rename it.
+    """Write a file atomically, so that nobody ever sees half of it.
 
-    The file has the permissions `mode`, but for those that the process's umask takes away. A link
-    is followed, and a pipe or device is written to directly; neither is replaced by a file. Raises
-    OSError, in which case the old file remains.
+    A temporary file next to it is written, synced to disk, and renamed. The file gets the
+    permissions `mode`, less those that the process's umask takes away. A link is followed, and a
+    pipe or device is written to directly; neither is replaced by a file. Raises OSError, in which
+    case the old file remains.
     """
     # resolve() would give no path: "pipe:[1234]" for /dev/stdout
     if path.exists() and not path.is_file():
@@ -62,18 +63,23 @@ def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> No
 
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces `folder` unless the body raises. Raises OSError."""
+    """Return a context whose value is a new folder, which replaces `folder` at its end.
+
+    If the body raises, `folder` stays as it is. Raises OSError.
+    """
     folder = folder.resolve()
     draft = folder.with_name(f".{folder.name}-{os.getpid()}")
     old = folder.with_name(f".{folder.name}-{os.getpid()}-old")
     draft.mkdir(parents=True)
     try:
         yield draft
+        # A folder that is not empty cannot be renamed onto, so it is moved away for a moment.
         if folder.is_dir():
             shutil.rmtree(old, ignore_errors=True)  # of a killed process with this number
             folder.rename(old)
         draft.rename(folder)
     except BaseException:
+        # The new folder could not be put in place of the old one, which is moved back.
         if old.is_dir() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,9 +1,9 @@
 """Build the graph of ops and transfers, and the order in which workers exchange tensors.
 
-Nodes are ops, transfers, and one node per range of layers for its gradient all-reduce (a
-collective: it starts when its last worker arrives). Edges are data dependencies, the order of ops
-on a worker, and the order of transfers between two workers. A graph without cycles has no deadlock,
-whatever the real durations are.
+The graph's nodes are ops, transfers, and all-reduces. There is one all-reduce for each range of
+layers, which starts when its last worker arrives. Edges are data dependencies, the order of ops on
+a worker, and the order of transfers between two workers. A graph without cycles has no deadlock,
+however long ops and transfers really take.
 """
 
 from collections import defaultdict
@@ -28,10 +28,11 @@ from slipstream.schedules.schedule import COMPUTE_KINDS, LayerRange, Op, OpKind,
 
 
 class Transfer(NamedTuple):
-    """Tensor sent between workers: the activation or gradient of micro-batch `pipeline.microbatch`.
+    """Tensor that one worker sends to another: an activation or gradient of a micro-batch.
 
-    The field `slice` is the one that consumes the tensor: an activation comes from the slice before
-    it on the route, a gradient from the slice after it.
+    The field `slice` is the slice that takes the tensor. An activation comes from the previous
+    slice of the route, a gradient from the next one. The micro-batch has number `microbatch` in
+    `pipeline`.
     """
 
     kind: Tensor
@@ -49,9 +50,9 @@ class Transfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Gradient all-reduce of a range of layers, a node of the graph.
+    """Gradient all-reduce of a range of layers, by all live workers that hold them.
 
-    All live workers that hold the layers take part.
+    Unlike `Op`, which is one worker's part, it is a single node of the graph.
     """
 
     layers: LayerRange
@@ -64,48 +65,69 @@ Node = Op | Transfer | Collective
 
 
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
-    """Return the tensors that are sent, in an order that cannot deadlock.
+    """Return the tensors that are sent, in an order in which no worker waits forever.
 
-    All workers, with their ops in `programs`, can follow it. Transfers are ordered like the ops
-    that make them in a topological order of the op graph. With each transfer inserted right after
-    its op, this order remains topological, even if transfers between the same two workers wait for
-    each other in turn. Raises ValueError if the ops alone already wait for each other in a circle.
+    `programs` has the ops of each worker, and all workers can follow the order. Raises ValueError
+    if the ops alone already wait for each other in a circle.
     """
+    # Transfers go in the order of the ops that make them. With each inserted right after its op, a
+    # topological order of ops remains one, even if transfers between the same two workers wait for
+    # each other in turn.
     by_key = _ops_by_key(programs)
     ordered = []
     for node in topological_order(schedule, programs):
         if not isinstance(node, Op) or node.kind not in COMPUTE_KINDS:
             continue
-        _, _, pipeline, microbatch = made = op_key(node)
-        for key, rule in consumers_with_rules(made, schedule.route_of(pipeline, microbatch)):
-            consumer = by_key.get(key)
+        key = op_key(node)
+        path = schedule.route_of(key.pipeline, key.microbatch)
+        # An op sends its result to each other worker that takes it; an op of the same worker just
+        # uses it.
+        for taking, rule in consumers_with_rules(key, path):
+            consumer = by_key.get(taking)
             if rule.tensor is not None and consumer is not None and consumer.worker != node.worker:
-                ordered.append(Transfer(rule.tensor, *key[1:], node.worker, consumer.worker))
+                ordered.append(
+                    Transfer(
+                        rule.tensor,
+                        taking.slice,
+                        taking.pipeline,
+                        taking.microbatch,
+                        node.worker,
+                        consumer.worker,
+                    )
+                )
     return ordered
 
 
-def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker: Worker,
-                         path: Callable[[int, int], Sequence[int]]) -> Iterator[Op | Transfer]:
+def interleave_transfers(
+    ops: Iterable[Op],
+    crossing: Sequence[Transfer],
+    worker: Worker,
+    path: Callable[[int, int], Sequence[int]],
+) -> Iterator[Op | Transfer]:
     """Iterate over a worker's ops and transfers in the order in which it issues them.
 
-    The transfers are those of `crossing`, which has the order that all workers follow. Each receive
-    comes before the op that needs it, and each send after the op that makes the tensor. `path`
-    returns the slices of a micro-batch, given its pipeline and number.
+    `crossing` has the tensors of all workers in an order that all follow (`order_transfers`). Each
+    receive comes before the op that needs it, and each send after the op that makes the tensor. The
+    function `path` returns the slices of a micro-batch's route, given its pipeline and number.
     """
+    # Transfers of this worker, each with its place among them.
     own_transfers = [
         transfer for transfer in crossing if worker in (transfer.source, transfer.target)
     ]
-    numbers = {
-        (transfer.source == worker, *transfer[:4]): index
-        for index, transfer in enumerate(own_transfers)
-    }
+    numbers: dict[tuple[bool, Tensor, int, int, int], int] = {}
+    for index, transfer in enumerate(own_transfers):
+        is_sent = transfer.source == worker
+        place = transfer.slice, transfer.pipeline, transfer.microbatch
+        numbers[is_sent, transfer.kind, *place] = index
 
     def end_of_last(sends: bool, tensors: Iterable[tuple[OpKey, Tensor | None]]) -> int:
-        """Return the index in `own_transfers` after the last of these tensors, or 0."""
-        return 1 + max(
-            (numbers.get((sends, tensor, *key[1:]), -1) for key, tensor in tensors if tensor),
-            default=-1,
-        )
+        """Return the index after this worker's last send or receive of `tensors`; or 0."""
+        last = -1
+        for key, tensor in tensors:
+            if tensor is not None:
+                place = key.slice, key.pipeline, key.microbatch
+                last = max(last, numbers.get((sends, tensor, *place), -1))
+        return 1 + last
 
     issued = 0
     for op in ops:
@@ -113,13 +135,15 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
             yield op
             continue
         key = op_key(op)
-        slices = path(key[2], key[3])
+        slices = path(key.pipeline, key.microbatch)
         needs = end_of_last(
             False, ((key, rule.tensor) for _, rule in producers_with_rules(key, slices))
         )
         makes = end_of_last(
             True, ((consumer, rule.tensor) for consumer, rule in consumers_with_rules(key, slices))
         )
+        # Transfers keep their order: before the one that is needed now, all earlier ones are
+        # issued.
         yield from own_transfers[issued:needs]
         yield op
         issued = max(issued, needs)
@@ -130,10 +154,10 @@ def interleave_transfers(ops: Iterable[Op], crossing: Sequence[Transfer], worker
 def dependency_edges(
     schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
 ) -> Iterator[tuple[Node, Node]]:
-    """Iterate over pairs of ops and all-reduces: the second waits for the first.
+    """Iterate over pairs (awaited, waiting) of ops or all-reduces.
 
-    The pairs that follow from the order of each worker's ops come first, then data dependencies. In
-    `programs` are the ops of all workers, or those of pipelines that share no micro-batch with the
+    The pairs that follow from the order of each worker's ops come first, then data dependencies.
+    `programs` has the ops of all workers, or of those whose pipelines share no micro-batch with the
     rest.
     """
     for ops in programs.values():
@@ -141,24 +165,22 @@ def dependency_edges(
             yield from _overlap_edges(schedule, ops)
         else:
             yield from pairwise(_graph_node(op, schedule) for op in ops)
+    # Data dependencies, by the rules of `precedence`.
     by_key = _ops_by_key(programs)
     for key, op in by_key.items():
-        _, _, pipeline, microbatch = key
-        path = schedule.route_of(pipeline, microbatch)
+        path = schedule.route_of(key.pipeline, key.microbatch)
         yield from (
             (by_key[producer], op) for producer in producer_keys(key, path) if producer in by_key
         )
 
 
 def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node, Node]]:
-    """Iterate over pairs of one worker's ops: the second waits for the first.
-
-    Reductions overlap compute. Reductions run one after the other, each after the last backward on
-    this worker of any of its layers. Other ops run one after the other, and O runs after all of
-    them.
-    """
+    """Iterate over a worker's pairs (awaited, waiting), if reductions overlap compute."""
+    # Compute and links are two sequences, in each of which one op follows the other. O belongs to
+    # both.
     yield from pairwise(op for op in ops if op.kind is not OpKind.A)
     yield from pairwise(_graph_node(op, schedule) for op in ops if op.kind in (OpKind.A, OpKind.O))
+    # A reduction also waits for the last backward on this worker of any of its layers.
     for index, op in enumerate(ops):
         awaited = last_local_backward(schedule, ops, index)
         if awaited is not None:
@@ -166,11 +188,11 @@ def _overlap_edges(schedule: Schedule, ops: Sequence[Op]) -> Iterator[tuple[Node
 
 
 def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op | None:
-    """Return the last backward before an all-reduce whose gradients it sums.
+    """Return the last backward on a worker whose gradients an all-reduce sums.
 
-    It is a W (or B) of any of these layers; the all-reduce is the op at `index` of a worker's
-    program. Reductions must overlap compute. The result is None if there is no such W or B, or if
-    the op is no all-reduce.
+    `ops` is the worker's program, and the all-reduce is the op at `index`. The result is the last W
+    (or B) before it of any of its layers. It is None if there is none, or if the op at `index` is
+    no all-reduce. The schedule's reductions must overlap compute.
     """
     reduced = ops[index]
     if reduced.kind is not OpKind.A or reduced.slice is None:
@@ -187,10 +209,12 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
 def early_reduction_order(schedule: Schedule, ops: Sequence[Op]) -> list[int]:
     """Return a worker's ops, as indices, with each all-reduce as early as possible.
 
-    Each A comes directly after the op that it awaits on this worker, or after the A before it. For
-    reductions that overlap compute: A thus waits for other workers while this one computes, not
-    afterwards.
+    Each A comes directly after the backward that it awaits on this worker, or after the previous A.
+    This is for reductions that overlap compute: A then waits for other workers while this one
+    computes, not afterwards.
     """
+    # The place of an op is its own index. An A has that of the op that it follows, and comes second
+    # there.
     last, places = -1, []
     for index, op in enumerate(ops):
         if op.kind is OpKind.A:
@@ -205,19 +229,19 @@ def _ops_by_key(programs: Mapping[Worker, Sequence[Op]]) -> dict[OpKey, Op]:
 
 
 def _graph_node(op: Op, schedule: Schedule) -> Node:
-    return (
-        Collective(schedule.layers_of(op.slice))
-        if op.kind is OpKind.A and op.slice is not None
-        else op
-    )
+    if op.kind is OpKind.A and op.slice is not None:
+        return Collective(schedule.layers_of(op.slice))
+    return op
 
 
 def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Node]:
-    """Return the ops and all-reduces, each after what it waits for.
+    """Return all ops and all-reduces, each after everything that it waits for.
 
-    Ties are broken by planned time; `programs` has the ops of each worker. Raises ValueError if
-    they wait for each other in a circle.
+    `programs` has the ops of each worker. Of several that may come next, the one planned first
+    comes first; all-reduces count as planned for tick 0. Raises ValueError if ops or all-reduces
+    wait for each other in a circle.
     """
+    # Ops and all-reduces, with who follows each and for how many it waits.
     nodes = list(
         dict.fromkeys(_graph_node(op, schedule) for ops in programs.values() for op in ops)
     )
@@ -227,6 +251,7 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
     for before, after in dependency_edges(schedule, programs):
         followers[number[before]].append(number[after])
         awaited[number[after]] += 1
+    # Kahn 1962: take a node that waits for nothing, and let its followers wait for one less.
     ready = [
         (_planned_order(node), index) for index, node in enumerate(nodes) if not awaited[index]
     ]
@@ -245,7 +270,7 @@ def topological_order(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]
 
 
 def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> None:
-    """Raise ValueError, which describes the circle, if ops and all-reduces wait in one."""
+    """Raise ValueError, which describes the circle, if ops and all-reduces wait in a circle."""
     sorter: TopologicalSorter[Node] = TopologicalSorter()
     for before, after in dependency_edges(schedule, programs):
         sorter.add(after, before)
@@ -256,7 +281,7 @@ def require_acyclic(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]])
 
 
 def _deadlock_error(schedule: Schedule, circle: Iterable[Node]) -> ValueError:
-    """Build the error for a circle, in which each node waits for the one before."""
+    """Return the error for a circle of nodes, each waiting for the previous one."""
     texts = []
     for node in circle:
         texts.append(schedule.op_text(node) if isinstance(node, Op) else str(node))
@@ -268,16 +293,16 @@ def _planned_order(node: Node) -> tuple[int, str]:
 
 
 def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
-    """Return compute ops by key, each with the earliest start that is possible.
+    """Return compute ops by key, each with the earliest possible start.
 
-    It waits for its worker and for the ops that it needs. Each worker keeps the order of `ops`,
-    which must list an op after all that it waits for.
+    An op waits for its worker and for the ops whose results it needs. Each worker keeps its order
+    in `ops`, which must list an op after all that it waits for.
     """
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}
     for op in ops:
         begin, key = free[op.worker], op_key(op)
-        for awaited in producer_keys(key, schedule.route_of(key[2], key[3])):
+        for awaited in producer_keys(key, schedule.route_of(key.pipeline, key.microbatch)):
             before = placed.get(awaited)
             if before is None:
                 continue
@@ -291,7 +316,11 @@ def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
 
 
 def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the smallest number of each one's component by `pairs` (union-find, path halving)."""
+    """Return, for each number below `count`, the smallest number connected with it.
+
+    Each of `pairs` connects two numbers. Two numbers are also connected if both are with a third.
+    """
+    # Union-find with path halving (Tarjan and van Leeuwen 1984).
     above = list(range(count))
 
     def find_root(number: int) -> int:
@@ -306,11 +335,12 @@ def component_roots(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return sorted groups of pipelines that share micro-batches, directly or through others.
+    """Return all pipelines in groups that share micro-batches, directly or through others.
 
-    A pipeline that shares none is a group of its own. Workers of different groups wait for each
-    other only in all-reduces.
+    A pipeline that shares none is a group by itself. Each group is ascending, and so are the
+    groups. Workers of different groups wait for each other only in all-reduces.
     """
+    # A worker joins its role's pipeline with those of the micro-batches that it runs.
     foreign = []
     for program in schedule.programs:
         foreign.append({op.pipeline for op in program if op.pipeline is not None})
@@ -331,10 +361,13 @@ def pipeline_groups(schedule: Schedule) -> list[tuple[int, ...]]:
 def programs_of(
     schedule: Schedule, pipelines: Iterable[int] | None = None
 ) -> dict[Worker, list[Op]]:
-    """Return the ops of the live workers of these pipelines (default: all).
+    """Return the ops, in program order, of each live worker whose role is in `pipelines`.
 
-    A worker counts by its role's pipeline; its ops are in the order of its program.
+    None means all pipelines.
     """
     wanted = None if pipelines is None else set(pipelines)
-    return {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats
-            if wanted is None or seat.role.pipeline in wanted}
+    return {
+        seat.worker: schedule.ops(seat.worker)
+        for seat in schedule.seats
+        if wanted is None or seat.role.pipeline in wanted
+    }

@@ -1,4 +1,4 @@
-"""Define a job's shape: workers, stages, layers, in the ranges that reading checks."""
+"""Define a job's shape: workers, stages and layers, with the ranges that reading checks."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ MAX_MICROBATCHES = 2**16
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""Time, or amount of memory: an integer that a double represents exactly."""
+"""Time or amount of memory, as an integer that a double represents exactly."""
 TickSeconds = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
 _Term = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Ratio = tuple[_Term, _Term]
@@ -22,9 +22,10 @@ Ratio = tuple[_Term, _Term]
 
 
 class Worker(NamedTuple):
-    """Worker, or role of a worker: the process that holds column `column` of pipeline `pipeline`.
+    """Name of a worker, or of a role: column `column` of pipeline `pipeline`.
 
-    Without virtual stages, the column is the stage. The text form is `pipeline.column`, e.g. `1.2`.
+    Without virtual stages, the column is the stage. As text, the name is `pipeline.column`, e.g.
+    `1.2`.
     """
 
     pipeline: Natural
@@ -35,7 +36,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a worker's name, `pipeline.column`. Raises ValueError, which quotes the text."""
+        """Parse a worker's name, such as `1.2`. Raises ValueError, which quotes the text."""
         pipeline, dot, column = text.partition(".")
         are_numbers = pipeline.isdecimal() and column.isdecimal() and text.isascii()
         if not (dot and are_numbers and len(text) <= 16):
@@ -44,13 +45,13 @@ class Worker(NamedTuple):
 
 
 Speeds = tuple[tuple[Worker, float], ...]
-"""Workers at unusual speed, sorted, with the factors by which ops take longer."""
+"""Workers at unusual speed, sorted, each with the factor by which its ops take longer."""
 HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
-"""Layers of the schedule's model that each live worker holds, sorted by worker."""
+"""Layers that each live worker holds, sorted by worker."""
 
 
 class VirtualStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Virtual stage: the column of workers that holds it and, if known, its layers."""
+    """Virtual stage: the column whose workers hold it, and its layers; None if unknown."""
 
     column: Natural
     layers: LayerRange | None = None
@@ -64,12 +65,12 @@ class Grid(
     omit_defaults=True,
     dict=True,
 ):
-    """Shape of a job.
+    """Shape of a job: its pipelines, their micro-batches, and their virtual stages.
 
-    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains: `stages` then lists
-    them one after the other, with equally many stages each, and a micro-batch visits only one
-    chain. Stages at the same place of different chains are *copies*: they hold the same layers, and
-    their gradients are reduced together.
+    Bidirectional pipelines (Chimera, Li & Hoefler 2021) have several chains. A *chain* is a run of
+    virtual stages that cover the model once; each micro-batch passes a single chain. `stages` lists
+    chains one after the other, with equally many stages each. Stages at the same place of different
+    chains are *copies*: they hold the same layers, and their gradients are reduced together.
     """
 
     pipelines: Count
@@ -77,20 +78,20 @@ class Grid(
     microbatches: tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)], ...]
     """Number of micro-batches per iteration, one value per pipeline."""
     stages: tuple[VirtualStage, ...]
-    """Virtual stages in the order in which a micro-batch visits them."""
+    """Virtual stages in the order in which micro-batches pass them, chain by chain."""
     chains: Count = 1
-    """Number of chains, of which a micro-batch passes one: 2 in bidirectional pipelines, else 1.
-
-    A chain is a run of virtual stages. Micro-batch m of a pipeline passes chain m modulo `chains`.
-    """
+    """Number of chains, between which micro-batches alternate: 2 if bidirectional, else 1."""
 
     @property
     def depth(self) -> int:
-        """Number of virtual stages that a micro-batch visits."""
+        """Number of virtual stages that a micro-batch passes."""
         return len(self.stages) // self.chains
 
     def stages_of_microbatch(self, microbatch: int) -> range:
-        """Return the virtual stages that a micro-batch of a pipeline passes, in order."""
+        """Return the numbers of the virtual stages that a micro-batch passes, in order.
+
+        `microbatch` is its number in its pipeline.
+        """
         return self._stages_by_chain[microbatch % self.chains]
 
     @cached_property
@@ -99,21 +100,24 @@ class Grid(
         return tuple(range(first, first + self.depth) for first in starts)
 
     def is_last(self, stage: int) -> bool:
-        """Return whether a micro-batch passes this stage last."""
+        """Return whether a stage is the last one of its chain."""
         return (stage + 1) % self.depth == 0
 
     def original_stage(self, stage: int) -> int:
-        """Return the stage of the first chain with the same layers; itself in one direction."""
+        """Return the stage of the first chain that has the same layers as `stage`.
+
+        In the first chain, that is the stage itself.
+        """
         return stage % self.depth
 
     def workers(self) -> Iterator[Worker]:
-        """Iterate over all workers of the grid, failed ones included, in ascending order."""
+        """Iterate over all workers of the grid, including failed ones, in ascending order."""
         for pipeline in range(self.pipelines):
             for column in range(self.columns):
                 yield Worker(pipeline, column)
 
     def stages_of_column(self, column: int) -> tuple[int, ...]:
-        """Return the virtual stages that a worker of this column holds, ascending."""
+        """Return the virtual stages that the workers of a column hold, ascending."""
         return self._stages_by_column[column]
 
     @cached_property
@@ -126,24 +130,22 @@ class Grid(
     @cached_property
     def held_layers_by_column(self) -> tuple[tuple[LayerRange, ...], ...]:
         """Layers of each column's stages, as ascending ranges that do not touch."""
-        return tuple(
-            merge_ranges(map(self.layers_of, stages)) for stages in self._stages_by_column
-        )
+        return tuple(merge_ranges(map(self.layers_of, stages)) for stages in self._stages_by_column)
 
     @cached_property
     def layers_by_stage(self) -> tuple[LayerRange, ...]:
-        """Range of layers of each virtual stage, indexed by the stage's number.
+        """Range of layers of each virtual stage, by its number.
 
-        If every stage names its layers, and the stages of each chain cover consecutive ranges from
-        layer 0 on, with at least one layer each, these are the ranges. Otherwise every stage counts
-        as one layer, numbered by its place in its chain.
+        The ranges are those that the stages name, if every stage has layers and those of each chain
+        cover the model from layer 0 on without gaps. Otherwise every stage counts as one layer,
+        numbered by its place in its chain.
         """
-        given = tuple(stage.layers for stage in self.stages)
-        named = tuple(layers for layers in given if layers is not None)
-        chains = [named[first:first + self.depth] for first in range(0, len(given), self.depth)]
-        if len(named) == len(given) and all(map(_is_tiling_from_zero, chains)):
+        count = len(self.stages)
+        named = tuple(stage.layers for stage in self.stages if stage.layers is not None)
+        chains = [named[first : first + self.depth] for first in range(0, count, self.depth)]
+        if len(named) == count and all(map(_is_tiling_from_zero, chains)):
             return named
-        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(len(given)))
+        return tuple((stage % self.depth, stage % self.depth + 1) for stage in range(count))
 
     @property
     def layer_count(self) -> int:
@@ -151,7 +153,7 @@ class Grid(
         return self.layers_by_stage[self.depth - 1][1]
 
     def layers_of(self, stage: int) -> LayerRange:
-        """Return the range of layers of a virtual stage, by its number."""
+        """Return the layers of a virtual stage, by its number."""
         return self.layers_by_stage[stage]
 
     @property
@@ -161,8 +163,10 @@ class Grid(
 
 
 def _is_tiling_from_zero(ranges: Sequence[LayerRange]) -> bool:
-    """Return whether the ranges are not empty, begin at 0, and follow one another."""
+    """Return whether the ranges are not empty, begin at layer 0, and leave no gaps."""
     have_layers = all(first < end for first, end in ranges)
-    return have_layers and ranges[0][0] == 0 and all(
-        before[1] == after[0] for before, after in pairwise(ranges)
+    return (
+        have_layers
+        and ranges[0][0] == 0
+        and all(before[1] == after[0] for before, after in pairwise(ranges))
     )

@@ -1,10 +1,10 @@
-"""Operate on ranges of layers, and sum values over them."""
+"""Work with ranges of layers: text, union, and sums of values over them."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 LayerRange = tuple[int, int]
-"""Consecutive layers [first, end)."""
+"""Consecutive layers as (first, end): from layer `first` to before layer `end`."""
 
 
 def layers_text(layers: LayerRange) -> str:
@@ -14,7 +14,7 @@ def layers_text(layers: LayerRange) -> str:
 
 
 def compact_layers_text(ranges: Iterable[LayerRange]) -> str:
-    """Return ranges of layers as short text with the last ones included: `0-2,5`."""
+    """Return short text for ranges of layers: `0-2,5` for layers 0, 1, 2 and 5."""
     texts = []
     for first, end in ranges:
         texts.append(str(first) if end == first + 1 else f"{first}-{end - 1}")
@@ -33,15 +33,18 @@ def merge_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
 
 
 def layers_in(ranges: Iterable[LayerRange]) -> frozenset[int]:
-    """Return the set of all layers in some ranges."""
+    """Return the set of all layers in these ranges."""
     return frozenset(layer for layers in ranges for layer in range(*layers))
 
 
 def prefix_sums(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the prefix sums of values: the sums of the first 0, 1, 2, ... of them."""
+    """Return the sums of the first 0, 1, 2, ... values; the last sum is of all."""
     return tuple(accumulate(values, initial=0))
 
 
 def sum_over_ranges(before: Sequence[int], ranges: Iterable[LayerRange]) -> int:
-    """Return the sum of values over ranges of layers, from `prefix_sums` in `before`."""
+    """Return the sum of all layers' values over some ranges of layers.
+
+    `before` has the `prefix_sums` of the layers' values.
+    """
     return sum(before[end] - before[first] for first, end in ranges)

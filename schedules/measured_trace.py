@@ -19,16 +19,16 @@ TICK_SECONDS = 1e-9
 
 
 class MeasuredTraceError(DocumentError):
-    """Error: the trace file cannot be read. The message is one line."""
+    """Error of one line for a trace file that cannot be read."""
 
 
 class MeasuredOp(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False
 ):
-    """Measured op: `[worker, kind, slice, pipeline, microbatch, start_seconds, end_seconds]`.
+    """Op as measured; in JSON, an array of these fields in this order.
 
-    The interval from start to end is half-open. The field `slice` is None for O; `pipeline` and
-    `microbatch` are None for A and O.
+    The op ran from its start to before its end. `slice` is None for O; `pipeline` and `microbatch`
+    are None for A and O.
     """
 
     worker: Worker
@@ -41,7 +41,7 @@ class MeasuredOp(
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """Median seconds that the ops of one kind on one slice took in an iteration."""
+    """Median seconds that ops of one kind took at one slice, in an iteration."""
 
     kind: OpKind
     slice: int
@@ -50,15 +50,14 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     """Median of the ops' seconds, each divided by its sample's relative cost."""
     misfit: float | None = None
-    """Root mean square of (duration / median - 1).
+    """Root mean square of (duration / median - 1); None if no costs are known.
 
-    It shows how far costs are from measured times; None if no costs are known. It shows how far
-    costs are from measured times.
+    This error says how far the samples' costs are from measured times.
     """
 
 
 class MeasuredIteration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Ops of all workers in one iteration, timed from its start: `[iteration, ops]`."""
+    """Ops of all workers in one iteration, timed from its start; in JSON, `[iteration, ops]`."""
 
     iteration: int
     ops: tuple[MeasuredOp, ...]
@@ -85,7 +84,7 @@ _KIND = DocumentKind(
 
 
 def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
-    """Decode a measured trace. Raises MeasuredTraceError, which names `source`."""
+    """Decode a measured trace. Raises MeasuredTraceError, whose message names `source`."""
     trace = _KIND.decode(data, source)
     for iteration in trace.iterations:
         for op in iteration.ops:
@@ -101,7 +100,7 @@ def decode_measured_trace(data: bytes, source: str = "trace") -> MeasuredTrace:
 
 
 def encode_measured_trace(trace: MeasuredTrace) -> bytes:
-    """Encode a trace as canonical JSON: one line, a newline at the end."""
+    """Encode a trace as canonical JSON: one line that ends with a newline."""
     return msgspec.json.encode(trace) + b"\n"
 
 
@@ -116,7 +115,7 @@ def write_measured_trace(trace: MeasuredTrace, path: Path) -> None:
 
 
 def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
-    """Return each worker's measured ops as a schedule's, by start, in TICK_SECONDS."""
+    """Return each worker's measured ops as `Op`, sorted by start. A tick is TICK_SECONDS."""
     ops: dict[Worker, list[Op]] = defaultdict(list)
     for op in iteration.ops:
         ops[op.worker].append(
@@ -130,6 +129,7 @@ def placed_ops(iteration: MeasuredIteration) -> dict[Worker, list[Op]]:
                 round(op.end_seconds / TICK_SECONDS),
             )
         )
+    # A trace file may list ops in any order.
     for program in ops.values():
         program.sort(key=lambda op: (op.start_ticks, op.end_ticks))
     return {worker: ops[worker] for worker in sorted(ops)}

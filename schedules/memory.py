@@ -1,10 +1,8 @@
-"""Define how the memory of a worker is counted.
-
-It is what its ops hold, and what room its layers leave for them.
+"""Define how a worker's memory is counted: what ops hold, and what layers leave.
 
 A micro-batch holds the activation of a slice from the start of F to the end of I (or B), and the
-stash of W from the end of I to the end of W. Checker, planner and timeline page all count by these
-functions; proofs in `planner.model.bounds` assume them.
+stash that W needs from the end of I to the end of W. Checker, planner and timeline page all count
+with these functions; proofs in `planner.model.bounds` rely on them.
 """
 
 from collections import defaultdict
@@ -17,11 +15,14 @@ from slipstream.schedules.schedule import Grid, Memory, Op, OpKind, Schedule, Se
 
 Amount = TypeVar("Amount", int, float)
 CHANGING_AT_START = frozenset({OpKind.F})
-"""Kinds of op that change their worker's memory at the start; others at the end."""
+"""Kinds of op that change their worker's memory at their start, not at their end."""
 
 
 def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
-    """Return an op's change of memory: `activation` lasts from F to I, `stash` to W."""
+    """Return the memory that an op of this kind takes, or minus what it releases.
+
+    A micro-batch holds `activation` from F to I (or B), and `stash` from I to W.
+    """
     if kind is OpKind.F:
         return activation
     if kind is OpKind.I:
@@ -30,7 +31,10 @@ def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
 
 
 def peak_memory(activation: int, stash: int) -> int:
-    """Return a micro-batch's most memory: `activation` from F to I, then `stash` to W."""
+    """Return the most memory that a micro-batch ever holds at a slice.
+
+    A micro-batch holds `activation` from F to I, and `stash` from I to W.
+    """
     return max(
         accumulate(
             memory_change(kind, activation, stash) for kind in (OpKind.F, OpKind.I, OpKind.W)
@@ -39,11 +43,11 @@ def peak_memory(activation: int, stash: int) -> int:
 
 
 def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
-    """Return the memory that micro-batches take on one worker over time.
+    """Return the memory that micro-batches hold on a worker over time.
 
-    Returns ascending pairs (tick, multiples of `memory.unit` from then on); `ops` are the worker's
-    ops. Intervals are half-open, so releases at a tick come before acquisitions. The memory held
-    after all changes of a tick is therefore also the maximum at that tick.
+    The result is ascending pairs (tick, memory from then on in units of `memory.unit`). `ops` are
+    the worker's ops. Releases at a tick come before acquisitions, so the memory after all changes
+    of a tick is also the maximum at that tick.
     """
     change: dict[int, int] = defaultdict(int)
     for op in ops:
@@ -56,15 +60,17 @@ def memory_profile(memory: Memory, ops: Iterable[Op]) -> list[tuple[int, int]]:
 
 
 def weights_of(memory: Memory | None, ranges: Iterable[LayerRange]) -> int:
-    """Return layers' parameters, gradients and state, in `memory.unit`; 0 without weights."""
+    """Return the memory of the parameters, gradients and optimizer state of these layers.
+
+    The result is in units of `memory.unit`, and 0 if `memory` is None or has no weights.
+    """
     return sum_over_ranges(memory.weights_before, ranges) if memory and memory.weights else 0
 
 
-def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
-    """Return the memory of a worker for weights and activations together.
+def total_memory(memory: Memory, grid: Grid, worker: Worker) -> int:
+    """Return a worker's memory for weights and activations, in units of `memory.unit`.
 
-    It is in multiples of `memory.unit`: the capacity for activations plus the weights of its own
-    column's layers.
+    This is the capacity for activations plus the weights of the worker's own column.
     """
     return memory.capacity_for(worker, worker.column) + weights_of(
         memory, grid.held_layers_by_column[worker.column]
@@ -74,27 +80,29 @@ def total_room(memory: Memory, grid: Grid, worker: Worker) -> int:
 def activation_room(schedule: Schedule, seat: Seat) -> int | None:
     """Return the memory for activations of a seat's worker; None means no limit.
 
-    It is in multiples of `schedule.memory.unit`. The field `Memory.capacity` is the memory that the
-    layers of a worker's own column leave. A worker that holds other layers has more or less by the
-    difference of their weights.
+    The result is in units of `schedule.memory.unit`. If the seat lists layers, it is what their
+    weights leave of the worker's `total_memory`. Otherwise it is the worker's own capacity, or else
+    that of its role's column (`Memory.capacity`).
     """
     memory = schedule.memory
     if memory is None:
         return None
     if seat.holds is None:
         return memory.capacity_for(seat.worker, seat.role.column)
-    return total_room(memory, schedule.grid, seat.worker) - weights_of(memory, seat.holds)
+    return total_memory(memory, schedule.grid, seat.worker) - weights_of(memory, seat.holds)
 
 
 def memory_peaks(schedule: Schedule) -> dict[Worker, int]:
-    """Return the peak memory that micro-batches take on each live worker, in multiples of
-    `schedule.memory.unit`.
+    """Return the peak memory of micro-batches on each live worker, in units of `Memory.unit`.
 
-    Empty if the schedule has no memory limits. A re-routed micro-batch counts for the worker that
-    runs it.
+    The result is empty if memory is unlimited. A re-routed micro-batch takes memory of the worker
+    that runs it.
     """
     memory = schedule.memory
     if memory is None:
         return {}
-    return schedule.compute_for_each(lambda worker: max(
-        (amount for _, amount in memory_profile(memory, schedule.ops(worker))), default=0))
+    return schedule.compute_for_each(
+        lambda worker: max(
+            (amount for _, amount in memory_profile(memory, schedule.ops(worker))), default=0
+        )
+    )

@@ -1,4 +1,4 @@
-"""Define ops, as stored and as they happen, and what they take: ticks and memory."""
+"""Define ops, as stored and as they happen, and their ticks and memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -12,7 +12,7 @@ from slipstream.schedules.layers import LayerRange, prefix_sums, sum_over_ranges
 
 
 class OpKind(StrEnum):
-    """Kinds of op, with the letters of torch.distributed.pipelining."""
+    """Kinds of op, named as in torch.distributed.pipelining."""
 
     F = "F"  # forward
     I = "I"  # backward for the input
@@ -28,8 +28,8 @@ COMPUTE_KINDS = frozenset({OpKind.F, OpKind.I, OpKind.W, OpKind.B})
 class ProgramOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """Op as a program stores it: `[kind, slice, microbatch, start_ticks, pipeline]`.
 
-    The field `slice` is an index for `Schedule.layers_of`, None for O; `microbatch` is None for A
-    and O. The pipeline is left out if it is that of the role that runs the op.
+    `slice` is an index for `Schedule.layers_of`, and None for O. `microbatch` is None for A and O.
+    `pipeline`, that of the micro-batch, is None if it is the pipeline of the role that runs the op.
     """
 
     kind: OpKind
@@ -45,21 +45,21 @@ Program = tuple[ProgramOp, ...]
 class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, gc=False):
     """Live worker in a schedule, as `[worker, role, program, holds]`.
 
-    The role is the worker itself unless it was moved. The field `program` is an index of
-    `Schedule.programs`.
+    The role is the worker itself unless it was moved. `program` is an index of `Schedule.programs`.
     """
 
     worker: Worker
     role: Worker
     program: Natural
     holds: tuple[LayerRange, ...] | None = None
-    """Layers that the worker holds, ascending and apart; None: its role's stages'."""
+    """Layers that the worker holds, as ascending ranges with gaps; None: those of its role."""
 
 
 class Op(msgspec.Struct, frozen=True, gc=False, order=True):
-    """Op of a live worker, with its micro-batch, and start and end in ticks.
+    """Op of a live worker, with its micro-batch, and its start and end in ticks.
 
-    The pipeline is that of the micro-batch. `Schedule.op_text` names the layers of the slice.
+    `pipeline` is that of the micro-batch, not of the worker. `Schedule.op_text` names the layers of
+    the slice.
     """
 
     kind: OpKind
@@ -80,21 +80,18 @@ class Op(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class Slow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose compute ops take `per_mille` / 1000 of the usual time.
-
-    Times are rounded up to a tick.
-    """
+    """Worker whose compute ops take `per_mille` / 1000 of the usual time. Ticks are rounded up."""
 
     worker: Worker
     per_mille: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
 
 
 class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Least time and memory of each layer, one value per layer.
+    """Least time and memory of each layer, for bounds that hold for all layouts.
 
-    Bounds over all layouts are computed from these. Layers may need finer units than whole stages.
-    There are `per_tick` of their time units in a tick of the schedule, and `per_unit` of their
-    memory units in a unit of its memory. Both are fractions (numerator, denominator).
+    Layers may need finer units than whole stages. There are `per_tick` of their time units in a
+    tick of the schedule, and `per_unit` of their memory units in a unit of its memory. Both are
+    fractions (numerator, denominator).
     """
 
     per_tick: Ratio = (1, 1)
@@ -105,16 +102,15 @@ class LayerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     optimizer: tuple[Ticks, ...]
     all_reduce: tuple[Ticks, ...]
     activation: tuple[Ticks, ...]
-    """Activation memory of each layer. All memory fields are 0 if memory is unlimited."""
+    """Activation memory of each layer; like all memory here, 0 if memory is unlimited."""
     weight_stash: tuple[Ticks, ...]
     weights: tuple[Ticks, ...]
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Durations of ops in ticks, by the number of the slice.
+    """Durations of ops in ticks, one for each slice (`Schedule.layers_by_slice`).
 
-    `Schedule.layers_by_slice` says which slice has which number. `optimizer` has one duration per
-    column, and `transfer` is one for all.
+    Only `optimizer` has one duration per column instead, and `transfer` a single one.
     """
 
     forward: tuple[Ticks, ...]
@@ -124,26 +120,26 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     optimizer: tuple[Ticks, ...]
     transfer: Ticks
     slow: tuple[Slow, ...] = ()
+    """Workers whose compute ops take longer or shorter than usual, sorted."""
     optimizer_of_layer: tuple[Ticks, ...] = ()
     """Optimizer ticks of each layer; the O of a seat with `holds` takes their sum."""
     of_layers: LayerCosts | msgspec.UnsetType = msgspec.UNSET
     """Costs of single layers. A file has this key only if its bound also covers other layouts."""
     overlap: bool | msgspec.UnsetType = msgspec.UNSET
-    """True if an all-reduce (A) occupies the links of its workers while they compute.
+    """True if an all-reduce (A) occupies only links, so that its workers compute meanwhile.
 
-    There is one A at a time. Otherwise A occupies links and compute. A file has this key only if it
-    is true.
+    Each worker takes part in one A at a time. If not true, an A occupies its workers, too. A file
+    has this key only if it is true.
     """
 
     def duration_ticks(self, kind: OpKind, where: int, worker: Worker) -> int:
         """Return the duration of an op in ticks on a physical worker.
 
-        Compute ops take longer or shorter on a worker in `slow`. The op's slice is number `where`,
-        for A too: stages are numbered first, then the other slices of the schedule
-        (`Schedule.layers_by_slice`). For O, it is the column of the worker's role; use
-        `optimizer_ticks` for a worker whose seat lists its layers. All durations of single ops are
-        looked up here.
+        `where` is the number of the op's slice, for A too. For O, it is the column of the worker's
+        role. Compute ops take longer or shorter on a worker in `slow`. For O of a worker whose seat
+        lists its layers, use `optimizer_ticks`.
         """
+        # The speed of a worker applies to compute ops only.
         if kind is OpKind.O:
             return self.optimizer[where]
         if kind is OpKind.A:
@@ -155,7 +151,10 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return -(-ticks * self.per_mille_of.get(worker, 1000) // 1000)
 
     def optimizer_ticks(self, seat: Seat) -> int:
-        """Return the ticks of a live worker's step, by its column or listed layers."""
+        """Return the ticks of a live worker's optimizer step.
+
+        The step covers the layers that its seat lists, or else those of its role's column.
+        """
         if seat.holds is None:
             return self.optimizer[seat.role.column]
         return sum_over_ranges(self._optimizer_before, seat.holds)
@@ -166,19 +165,19 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @cached_property
     def per_mille_of(self) -> Mapping[Worker, int]:
-        """Time of each slow worker for any compute op, in thousandths of the usual time."""
+        """Time of a compute op on each worker in `slow`, in thousandths of usual."""
         return {slow.worker: slow.per_mille for slow in self.slow}
 
 
 def _ticks_by_slice(times: Times, kind: OpKind) -> tuple[int, ...]:
-    """Return the usual ticks of F, I or W of each slice."""
+    """Return the usual ticks of F, I or W at each slice."""
     if kind is OpKind.F:
         return times.forward
     return times.backward_input if kind is OpKind.I else times.backward_weight
 
 
 class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Worker whose memory for activations differs from that of its column.
+    """Worker with its own capacity for activations, unlike that of its column.
 
     The capacity is in multiples of `Memory.unit`.
     """
@@ -190,23 +189,26 @@ class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Memory of the workers and what ops take of it, in multiples of `unit`.
 
-    The unit is given in the job's unit.
+    `unit` is an amount of memory in the job's own unit.
     """
 
     unit: Annotated[float, msgspec.Meta(ge=1e-300, le=1e300)]
     capacity: tuple[Ticks, ...]
-    """Room for activations of a worker that holds its own stages, one value per column."""
+    """Memory for activations of a worker that holds its own stages, one value per column."""
     activation: tuple[Ticks, ...]
-    """Memory of a micro-batch from F's start to I's end, by slice, stages first."""
+    """Memory that a micro-batch holds from F's start to I's end, by slice."""
     weight_stash: tuple[Ticks, ...]
-    """Memory of a micro-batch from I's end to W's end, by slice, stages first."""
+    """Memory that a micro-batch holds from I's end to W's end, by slice."""
     weights: tuple[Ticks, ...] = ()
-    """Memory of parameters, gradients and state by layer, for seats with `holds`."""
+    """Memory of each layer's parameters, gradients and optimizer state, for seats with `holds`."""
     capacity_of: tuple[Room, ...] | msgspec.UnsetType = msgspec.UNSET
     """Workers whose capacity differs from their column's; left out if there are none."""
 
     def capacity_for(self, worker: Worker, column: int) -> int:
-        """Return a worker's memory for activations with `column`'s layers, or its own value."""
+        """Return the memory for activations of a worker that holds the layers of `column`.
+
+        This is the worker's own value in `capacity_of` or, if it has none there, the column's.
+        """
         return self._capacity_of.get(worker, self.capacity[column])
 
     @cached_property
@@ -215,19 +217,26 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @cached_property
     def weights_before(self) -> tuple[int, ...]:
-        """Prefix sums of `weights`: the memory of the first 0, 1, 2, ... layers."""
+        """Memory of the weights of the first 0, 1, 2, ... layers."""
         return prefix_sums(self.weights)
 
 
 def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
-    """Iterate over the ops of a program, with worker, pipeline and end of each."""
+    """Iterate over the ops of a program as the worker of a seat runs it.
+
+    Each op gets its worker, its pipeline and its end.
+    """
     own_pipeline, worker = seat.role.pipeline, seat.worker
+    # A program has thousands of ops, but few different durations.
     ticks_of: dict[tuple[OpKind, int | None], int] = {}
     for op in program:
         key = (op.kind, op.slice)
         if key not in ticks_of:
-            ticks_of[key] = times.optimizer_ticks(seat) if op.slice is None else \
-                times.duration_ticks(op.kind, op.slice, worker)
+            ticks_of[key] = (
+                times.optimizer_ticks(seat)
+                if op.slice is None
+                else times.duration_ticks(op.kind, op.slice, worker)
+            )
         pipeline = own_pipeline if op.pipeline is None else op.pipeline
         owner = None if op.microbatch is None else pipeline
         end_ticks = op.start_ticks + ticks_of[key]
@@ -235,9 +244,10 @@ def place_ops(program: Program, seat: Seat, times: Times) -> Iterator[Op]:
 
 
 def with_pipeline_numbers(program: Program, numbers: Mapping[int, int] | Sequence[int]) -> Program:
-    """Return a copy of a program in which re-routed micro-batches have new pipeline numbers.
+    """Return a copy of a program that names other pipelines by new numbers.
 
-    `numbers` has the new ones by the old ones. If none changes, the program itself is returned.
+    `numbers` has the new number of each pipeline, by the old one. If nothing changes, the result is
+    the program itself.
     """
     if all(op.pipeline is None or numbers[op.pipeline] == op.pipeline for op in program):
         return program
@@ -251,7 +261,7 @@ def _with_pipeline_number(op: ProgramOp, numbers: Mapping[int, int] | Sequence[i
 
 
 def compute_period_ticks(ops: Iterable[Op]) -> int:
-    """Return the ticks of the longest window, first start to last end; 0 without ops."""
+    """Return the longest busy window of a worker, in ticks; 0 without ops."""
     first: dict[Worker, int] = {}
     last: dict[Worker, int] = {}
     for op in ops:

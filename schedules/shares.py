@@ -1,11 +1,11 @@
-"""Divide a schedule into what each worker must know.
+"""Divide a schedule into shares: what each worker must know of it.
 
 A worker needs its program (`schedules.program`), and the workers that it sums gradients with. What
-is equal for several workers is a single *content*, named by its digest: all workers of a column
-that are far from any failure have the same content. Programs have no times, because no worker
-follows them; a worker that runs the same ops in the same order as before keeps its content.
-Contents name pipelines by their positions among those that share micro-batches, so a schedule whose
-pipelines get other numbers keeps its contents.
+is equal for several workers is stored once, as a *content*, and named by its digest: all workers of
+a column that are far from any failure have the same contents. Programs have no times, because no
+worker follows them. So a worker that runs the same ops in the same order as before keeps its
+content. Contents name pipelines by their index among those that share micro-batches, so a schedule
+whose pipelines get other numbers keeps its contents.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from slipstream.schedules.program import (
 from slipstream.schedules.schedule import BackwardMode, Grid, OptimizerMode, Schedule, Seat, Worker
 
 SumsByColumn = tuple[tuple[LayerRange, tuple[Worker, ...] | int], ...]
-"""Form in which `Sums` is stored: columns mean all live workers, whoever fails."""
+"""Form in which `Sums` is stored: a column's number stands for all its live workers."""
 DIGEST_CHARACTERS = 32
 
 
 class ProgramFrame(msgspec.Struct, frozen=True):
-    """What all workers must know of a schedule."""
+    """Part of a schedule that all workers must know."""
 
     grid: Grid
     slices: tuple[LayerRange, ...]
@@ -46,21 +46,19 @@ class WorkerShare(NamedTuple):
     """Part of a divided schedule that one worker needs: its seat, and digests of contents."""
 
     seat: Seat
-    """Seat of the worker (role, held layers), in which its program is number 0."""
+    """Seat of the worker; its program number means nothing and is 0."""
     pipelines: tuple[int, ...]
     """Numbers of the pipelines that the worker's program names by index."""
     frame: str
-    """Digest of what all know; `work` and `sums` are those of program and gradient sums."""
+    """Digest of the content for all workers (`ProgramFrame`)."""
     work: str
+    """Digest of the worker's program."""
     sums: str
+    """Digest of the layers that the worker reduces, and of those with tied parameters."""
 
     @property
     def content_digests(self) -> tuple[str, str, str]:
-        """Digests of all that this share refers to.
-
-        They are of what all workers know (`frame`), of the worker's program (`work`), and of its
-        gradient sums (`sums`).
-        """
+        """Digests of all contents that this share refers to: `frame`, `work` and `sums`."""
         return self.frame, self.work, self.sums
 
 
@@ -70,27 +68,34 @@ class DividedSchedule(msgspec.Struct, frozen=True):
     failed: tuple[Worker, ...]
     shares: dict[Worker, WorkerShare]
     contents: dict[str, bytes]
-    """JSON of what shares refer to (frame, programs, gradient sums), by its digest."""
+    """JSON texts that shares refer to (frame, programs, gradient sums), by digest."""
 
 
 EquivalentSchedule = tuple[DividedSchedule, Mapping[int, int]]
-"""Divided schedule of other pipeline numbers without moved roles, with the new numbers."""
+"""Divided schedule without moved workers, and new numbers for its pipelines, by old number.
+
+With the new numbers, it equals the schedule that is to be divided.
+"""
 
 
-def divide_schedule(schedule: Schedule, alike: EquivalentSchedule | None = None, *,
-                    ties: Sequence[Sequence[Worker]] = ()) -> DividedSchedule:
+def divide_schedule(
+    schedule: Schedule,
+    alike: EquivalentSchedule | None = None,
+    *,
+    ties: Sequence[Sequence[Worker]] = (),
+) -> DividedSchedule:
     """Divide a schedule into shares of its workers.
 
-    `ties` has all holders of each group of layers with tied parameters. `alike` is a pair: a
-    divided schedule that differs from this one only in pipeline numbers, and the new number of each
-    of its pipelines. Its programs are reused, which saves nearly all of the computation. The order
-    of tensors that are planned for the same instant may then differ, but all workers can follow
-    either order.
+    `ties` has the holders of each group of layers with tied parameters. `alike` is a divided
+    schedule that differs from this one only in pipeline numbers, and the new number of each of its
+    pipelines; None: there is none. Its programs are reused, which saves nearly all of the
+    computation. Tensors that are planned for the same instant may then have another order, which
+    all workers can follow as well.
     """
     contents: dict[str, bytes] = {}
 
     def store(content: object) -> str:
-        """Encode an object to which shares refer, add it to `contents`, and return its digest."""
+        """Add an object, as JSON, to `contents`; return its digest."""
         data = msgspec.json.encode(content)
         digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
         contents[digest] = data
@@ -132,9 +137,11 @@ def assemble_program(
     lines = _LINES.decode(contents[share.work])
     sums, ties = _SUMS.decode(contents[share.sums])
     down, seat = set(failed), share.seat
+    # A seat lists layers only if they are not those of its role.
     holds = frame.grid.held_layers_by_column[seat.role.column] if seat.holds is None else seat.holds
     reducers: list[tuple[LayerRange, tuple[Worker, ...]]] = []
     for layers, sharers in sums:
+        # A column stands for all its live workers.
         if isinstance(sharers, int):
             column = [Worker(pipeline, sharers) for pipeline in range(frame.grid.pipelines)]
             sharers = tuple(worker for worker in column if worker not in down)
@@ -156,7 +163,7 @@ def assemble_program(
 def _encode_programs(
     schedule: Schedule, store: Callable[[object], str]
 ) -> Iterator[tuple[Worker, tuple[tuple[int, ...], str]]]:
-    """Store each worker's program, and yield the worker with its pipelines and digest."""
+    """Store all programs; yield (worker, (pipelines that its program names by index, digest))."""
     seats: dict[int, list[Seat]] = defaultdict(list)
     for seat in schedule.seats:
         seats[seat.role.pipeline].append(seat)
@@ -165,6 +172,7 @@ def _encode_programs(
         group_seats = [seat for pipeline in group for seat in seats[pipeline]]
         pipelines = tuple(sorted({*group, *(seat.worker.pipeline for seat in group_seats)}))
         place = {pipeline: index for index, pipeline in enumerate(pipelines)}
+        # Groups with equal layouts, apart from pipelines' numbers, have equal programs.
         layout = tuple(
             (
                 place[seat.worker.pipeline],
@@ -176,6 +184,7 @@ def _encode_programs(
             for seat in group_seats
         )
         if layout not in digests:
+            # Lowering takes nearly all of the time, so each layout is lowered once.
             crossings = crossings_by_worker(schedule, group)
             digests[layout] = [
                 store(_lower_to_text(schedule, seat.worker, crossings[seat.worker], place))
@@ -185,9 +194,10 @@ def _encode_programs(
             yield seat.worker, (pipelines, digest)
 
 
-def _lower_to_text(schedule: Schedule, worker: Worker, crossings: Sequence[Crossing],
-                   place: Mapping[int, int]) -> list[str]:
-    """Return a worker's program as lines of text; pipeline p is number `place[p]`."""
+def _lower_to_text(
+    schedule: Schedule, worker: Worker, crossings: Sequence[Crossing], place: Mapping[int, int]
+) -> list[str]:
+    """Return a worker's program as lines of text; pipeline p has number `place[p]`."""
     return [
         str(instruction.with_pipeline_numbers(place))
         for instruction in lower_ops(schedule, worker, crossings)
@@ -197,7 +207,11 @@ def _lower_to_text(schedule: Schedule, worker: Worker, crossings: Sequence[Cross
 def _encode_sums(
     schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]
 ) -> Iterator[str]:
-    """Iterate over the seats, each as the digest of what its worker sums."""
+    """Store what each seat's worker sums, and yield the digests in the order of seats.
+
+    `ties` has the holders of each group of layers with tied parameters. `store` stores a content,
+    and returns its digest.
+    """
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -213,7 +227,12 @@ def _encode_sums(
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return each program's all-reduces, as pairs of layers and workers that take part."""
+    """Return, for each program in order, its reduced ranges of layers and who reduces them.
+
+    A column's number stands for all live workers of the column.
+    """
+    # If all live workers of a column reduce a range, its column says so: failures then change no
+    # content.
     live = Counter(seat.worker.column for seat in schedule.seats)
     reducers: dict[LayerRange, tuple[Worker, ...] | int] = {}
     for layers, holders in find_reductions(schedule).items():

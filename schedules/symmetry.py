@@ -1,4 +1,4 @@
-"""Find pipelines, and groups of them, that behave identically, to do each once."""
+"""Find pipelines, and groups of pipelines, that behave identically, to treat one for all."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,18 +8,20 @@ from slipstream.schedules.memory import activation_room
 from slipstream.schedules.schedule import LayerRange, Program, Schedule, with_pipeline_numbers
 
 Player = tuple[int | None, int | None, tuple[LayerRange, ...] | None]
-"""Properties of a role's worker: (per mille or None, activation memory, listed layers)."""
+"""Properties of a role's worker: (per mille of usual time, activation memory, `Seat.holds`).
+
+None stands for the usual time, no limit, and the layers of the role.
+"""
 RoleProgram = tuple[int, int, Player]
-"""Role of a pipeline and what it runs: (column, program number, properties of its worker)."""
+"""Role and what it runs: (column, program number, properties of its worker)."""
 Behaviour = tuple[int, tuple[RoleProgram, ...]]
+"""Pipeline's number of micro-batches, and its roles."""
 
 
 def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return all pipelines, divided into sets of pipelines that behave identically; each set is
-    ascending.
+    """Return all pipelines in ascending sets, such that those of a set behave identically.
 
-    Pipelines are in one set if `find_equal_groups` finds them equal and they share no micro-batch
-    with others. A pipeline that shares micro-batches is a set of its own.
+    A pipeline that shares micro-batches with others is a set by itself.
     """
     sets: list[tuple[int, ...]] = []
     for equal in find_equal_groups(schedule):
@@ -31,13 +33,14 @@ def find_equal_pipelines(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Divide the groups of pipelines that share micro-batches into sets of equal ones.
+    """Return sets of equal groups; a group is pipelines that share micro-batches.
 
-    Two groups are equal if their pipelines, each in ascending order, have as many micro-batches and
-    run the same programs at the same speed and with the same memory for activations. Re-routed
-    micro-batches are compared by the position of their pipeline within the group. Groups that are
-    equal only in another order of pipelines are missed, which only costs time.
+    Two groups are equal if their pipelines, in ascending order, have as many micro-batches and run
+    the same programs at the same speed and with the same memory for activations. Re-routed
+    micro-batches are compared by their pipeline's index in the group. Groups that are equal only in
+    another order of pipelines are missed, which only costs time.
     """
+    # The key of a group is all that its behaviour depends on, in the order of its pipelines.
     roles = _roles_by_pipeline(schedule)
     first_numbers: dict[Program, int] = {}
     sets: dict[tuple[Behaviour, ...], list[tuple[int, ...]]] = defaultdict(list)
@@ -62,7 +65,7 @@ def find_equal_groups(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 
 def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
-    """Return the roles that live workers play in each pipeline, by the pipeline's number."""
+    """Return the roles that live workers play in each pipeline, by its number."""
     slow = schedule.times.per_mille_of
     roles: dict[int, list[RoleProgram]] = defaultdict(list)
     for seat in schedule.seats:
@@ -74,7 +77,12 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 def _canonical_number(
     program: Program, number: int, number_of: Mapping[int, int], first_numbers: dict[Program, int]
 ) -> int:
-    """Return the number of the first program that equals this one within its group."""
+    """Return the number of the first program that is equal with pipelines as in `number_of`.
+
+    `number` is the program's own. `first_numbers` has the numbers of the programs so far, with
+    pipelines renumbered in this way; the program is added if it is new.
+    """
+    # Only a program that names other pipelines can differ from another in numbers alone.
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number
     return first_numbers.setdefault(with_pipeline_numbers(program, number_of), number)

@@ -1,4 +1,4 @@
-"""Render the ops around one op as plain text, to show with a violation."""
+"""Draw the ops around an op as plain text, to show with a violation."""
 
 from collections.abc import Iterable
 from statistics import median_low
@@ -8,15 +8,15 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 MAX_ROWS = 12
 MAX_COLUMNS = 96
 OP_CHARACTERS = 5
-"""Number of characters that an op of median length is wide in an excerpt."""
+"""Number of characters for an op of median length."""
 
 
 def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = None) -> str:
     """Draw the ops around `op`, which is marked, as text.
 
-    Drawn are its worker and those nearest to it. Without it, the end of the program of `worker` is
-    drawn; without both, the result is empty. At most MAX_ROWS workers are shown: the one that runs
-    the op, those of its pipeline and, if the op is an A, its peers. Lines have at most MAX_COLUMNS
+    Without an op, the end of the program of `worker` is drawn. Without both, or if the worker is
+    not live, the result is empty. At most MAX_ROWS workers are shown: the one that runs the op,
+    those of its pipeline and, if the op is an A, its peers. Lines have at most MAX_COLUMNS
     characters of ops.
     """
     worker = op.worker if op is not None else worker
@@ -26,6 +26,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     focus = op or max(rows[worker], key=lambda op: op.end_ticks, default=None)
     if focus is None:
         return ""
+    # The scale: an op of median length gets OP_CHARACTERS.
     lengths = [
         op.end_ticks - op.start_ticks
         for ops in rows.values()
@@ -36,6 +37,7 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     centred = (focus.start_ticks + focus.end_ticks) // 2 - ticks * MAX_COLUMNS // (
         2 * OP_CHARACTERS
     )
+    # The op is in the middle, unless it comes early or is too long.
     first = min(focus.start_ticks, max(0, centred))
     lines = [
         f"{'':8}|from {schedule.seconds(first):g} s; {OP_CHARACTERS} characters are "
@@ -58,8 +60,12 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
     role = schedule.seat_of[worker].role
     pipelines = {role.pipeline} | ({op.pipeline} if op is not None else set())
     together = op is not None and op.kind is OpKind.A
-    near = [seat for seat in schedule.seats if seat.role.pipeline in pipelines
-            or (together and seat.role.column == role.column)]
+    near = [
+        seat
+        for seat in schedule.seats
+        if seat.role.pipeline in pipelines or (together and seat.role.column == role.column)
+    ]
+    # The worker itself, then those of the nearest columns.
     near.sort(
         key=lambda seat: (seat.worker != worker, abs(seat.role.column - role.column), seat.worker)
     )
@@ -67,8 +73,13 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
 
 
 def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, ticks: int) -> str:
-    """Draw a worker's ops in one line: `F3--`, re-routed `F1.3`."""
+    """Draw a worker's ops from tick `first` on: `F3--`, or `F1.3` of another pipeline.
+
+    `pipeline` is that of the worker's role. `ticks` have OP_CHARACTERS characters. The op `marked`
+    is drawn over others; None: no op is marked.
+    """
     cells = [" "] * MAX_COLUMNS
+    # The marked op comes last, so that no other is drawn over it.
     for op in sorted(ops, key=lambda op: op == marked):
         label = _op_label(op, pipeline)
         begin = _column_of_tick(op.start_ticks, first, ticks)
@@ -78,14 +89,14 @@ def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, 
 
 
 def _visible_columns(op: Op, first: int, ticks: int) -> range:
-    """Return the positions of an op in a line that begins at `first`."""
+    """Return the characters of an op in a line from tick `first`, OP_CHARACTERS per `ticks`."""
     begin = _column_of_tick(op.start_ticks, first, ticks)
     end = max(begin + 1, _column_of_tick(op.end_ticks, first, ticks))
     return range(max(begin, 0), min(end, MAX_COLUMNS))
 
 
 def _column_of_tick(tick: int, first: int, ticks: int) -> int:
-    """Return the character position of a tick in a line that begins at tick `first`."""
+    """Return a tick's column in a line from tick `first`, in which `ticks` take OP_CHARACTERS."""
     return (tick - first) * OP_CHARACTERS // ticks
 
 

@@ -1,11 +1,9 @@
-"""Replay a schedule with other durations than the planned ones.
-
-There may be noise, stragglers, or many replays at once.
+"""Replay a schedule with other durations than planned: with noise, or slow workers.
 
 Workers keep the planned order of their ops. Each op starts as soon as its worker is free and the
 tensors that it waits for have arrived. Iterations follow one another on each worker without a
-barrier, as in the runtime. All replays advance together, op by op in a topological order,
-vectorized with numpy over the replays.
+barrier, as in the runtime. All replays advance together, op by op in a topological order, with
+numpy over the replays.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,27 +29,28 @@ BATCH = 1000
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """Random and constant factors on the durations of compute ops in a replay."""
+    """Random and constant factors by which compute ops of a replay take longer."""
 
     spread: float = 0.0
-    """Standard deviation of the logarithm of compute ops' random factor, of mean 1."""
+    """Standard deviation of the logarithm of each op's random factor, whose mean is 1."""
     slow: Mapping[Worker, float] = {}
-    """Factors by which all compute ops of some workers take longer, by worker."""
+    """Constant factors by which all compute ops of some workers take longer than planned."""
 
 
 class ReplayStep(NamedTuple):
-    """Step of a replay: an op or whole all-reduce, its workers and awaited steps."""
+    """Step of a replay, an op or a whole all-reduce: what it occupies and awaits."""
 
     op: Op
-    """Op of this step; of an all-reduce, its longest A."""
+    """Op of this step; for an all-reduce, the longest A of its workers."""
     workers: tuple[int, ...]
-    """Numbers of the workers that the step occupies, by their order in `Schedule.seats`.
+    """Numbers of the workers and links that the step occupies.
 
-    If reductions overlap with compute, the link of each worker has a number of its own. A occupies
-    links; O occupies the worker and its link.
+    Workers are numbered in the order of `Schedule.seats`. If reductions overlap with compute, each
+    worker also has a link, numbered after all workers: A occupies links, and O a worker and its
+    link.
     """
     sources: tuple[tuple[int, int], ...]
-    """Awaited steps of other workers: pairs (index, ticks until the tensor arrives)."""
+    """Steps that this one awaits, besides those on `workers`: pairs (index, ticks to arrive)."""
 
     @property
     def planned_ticks(self) -> int:
@@ -60,12 +59,13 @@ class ReplayStep(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """True if noise and speed change the duration: not that of A or O."""
+        """True if noise and speed change the step's duration, unlike that of A or O."""
         return self.op.kind in COMPUTE_KINDS
 
 
-def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4,
-                      seed: int = 0) -> Floats:
+def replay_with_noise(
+    schedule: Schedule, noise: Noise, *, replays: int = 1000, iterations: int = 4, seed: int = 0
+) -> Floats:
     """Return the mean seconds from one iteration to the next in each of several replays.
 
     Durations are random. Without noise, the result is at most the planned period.
@@ -88,12 +88,14 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
     """
     _require_valid(schedule, noise, replays, iterations)
     steps, workers = replay_steps(schedule)
+    # A step takes its planned time, unless its worker is slow.
     lengths = []
     for step in steps:
         factor = noise.slow.get(step.op.worker, 1.0) if step.is_compute else 1.0
         lengths.append(schedule.seconds(step.planned_ticks) * factor)
     random = np.random.default_rng(seed)
     parts = []
+    # The first iteration fills the pipelines, so time counts from its end.
     for begin in range(0, replays, BATCH):
         count = min(BATCH, replays - begin)
         free = np.zeros((workers, count))
@@ -107,18 +109,18 @@ def replay_with_noise(schedule: Schedule, noise: Noise, *, replays: int = 1000, 
 
 
 def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
-    """Return the seconds from one iteration to the next at other speeds of workers.
+    """Return the seconds from one iteration to the next if workers have other speeds.
 
-    Compute ops of each worker in `speeds` take `speeds[worker]` times the usual time, others the
-    usual time.
-
-    The order of each worker's ops stays as planned. Ops wait for each other as in the runtime.
+    `speeds` has the factors by which compute ops of workers take longer than usual; others take the
+    usual time. The order of each worker's ops stays as planned. Ops wait for each other as in the
+    runtime. Raises ValueError if they wait in a circle, or for a factor out of range.
     """
     planned = schedule.times.per_mille_of
     slow = {
         worker: speeds.get(worker, 1.0) / (planned.get(worker, 1000) / 1000)
         for worker in schedule.seat_of
     }
+    # Speeds as planned: the replay would only repeat the plan.
     if all(abs(factor - 1.0) < 1e-3 for factor in slow.values()):
         return schedule.seconds(schedule.period_ticks)
     return float(replay_with_noise(schedule, Noise(slow=slow), replays=1)[0])
@@ -132,8 +134,14 @@ def _run_iteration(
     spread: float,
     random: np.random.Generator,
 ) -> None:
-    """Replay one iteration in all replays at once, and update `free`."""
+    """Replay one iteration in all replays, and update `free` to its end.
+
+    `free` has the seconds at which each worker and link is free, [workers and links, replays].
+    `lengths` has the seconds of each step without noise, and `spread` the standard deviation of the
+    logarithm of the factor on compute ops.
+    """
     ends = np.empty((len(steps), free.shape[1]))
+    # Steps are sorted such that all awaited ones have ended before.
     for number, step in enumerate(steps):
         start = free[step.workers[0]]
         for worker in step.workers[1:]:
@@ -142,7 +150,8 @@ def _run_iteration(
             start = np.maximum(start, ends[source] + hop * tick_seconds)
         length: float | Floats = lengths[number]
         if step.is_compute and spread and length:
-            length = length * np.exp(random.normal(-spread**2 / 2, spread, free.shape[1]))
+            # A log-normal factor: positive, and with this location of mean 1.
+            length = length * np.exp(random.normal(-(spread**2) / 2, spread, free.shape[1]))
         np.add(start, length, out=ends[number])
         for worker in step.workers:
             free[worker] = ends[number]
@@ -152,8 +161,8 @@ def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
     """Return the steps of an iteration in order, and the number of workers and links.
 
     Steps are ops and whole all-reduces; each comes after what it waits for. Only if reductions
-    overlap compute, each worker has a link, numbered after all workers. Raises ValueError if ops
-    wait for each other in a circle.
+    overlap compute does each worker have a link, numbered after all workers. Raises ValueError if
+    ops wait for each other in a circle.
     """
     programs = programs_of(schedule)
     number = {worker: index for index, worker in enumerate(programs)}
@@ -191,7 +200,7 @@ def replay_steps(schedule: Schedule) -> tuple[list[ReplayStep], int]:
 def _ops_by_reduction(
     schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]
 ) -> dict[LayerRange, list[Op]]:
-    """Return the ops A of each all-reduce, one per worker, by its range of layers."""
+    """Return the A of all workers that take part, by range of layers."""
     members: dict[LayerRange, list[Op]] = {}
     for ops in programs.values():
         for op in ops:
@@ -203,9 +212,9 @@ def _ops_by_reduction(
 def _remote_sources(
     key: OpKey, worker: Worker, schedule: Schedule, done: Mapping[OpKey, tuple[int, Worker]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the steps of other workers that op `key` of worker `worker` waits for."""
-    _, _, pipeline, microbatch = key
-    for producer, rule in producers_with_rules(key, schedule.route_of(pipeline, microbatch)):
+    """Yield the steps in `done` on other workers that op `key` awaits (`ReplayStep.sources`)."""
+    path = schedule.route_of(key.pipeline, key.microbatch)
+    for producer, rule in producers_with_rules(key, path):
         if producer in done and done[producer][1] != worker:
             yield done[producer][0], schedule.times.transfer if rule.tensor else 0
 

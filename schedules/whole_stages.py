@@ -1,4 +1,4 @@
-"""Decide whether workers run whole stages in place, all that rows of ops can name."""
+"""Decide whether workers run whole stages in place; rows of ops can name nothing else."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,19 +13,20 @@ WITHOUT_LAYERS = "plan a job without [placement] layers, whose stages are not cu
 
 
 class NotWholeError(ValueError):
-    """One-line error: a worker runs parts of stages, or others' stages."""
+    """Error of one line for a worker that runs parts of stages, or others' stages."""
 
 
 def with_whole_stages(schedule: Schedule) -> Schedule:
     """Return a copy in which slices of several whole stages run stage by stage.
 
-    A worker of a V may run two consecutive stages as one slice. Their ops follow each other here,
-    forwards in the order of the stages, and backwards in the reverse order. A schedule with two
-    directions is returned as it is: its stages are held twice.
+    On a V, a worker may run two successive stages as one slice. Here their ops follow each other:
+    forwards in the order of the stages, backwards in reverse. A schedule with two directions is
+    returned as it is, because its stages are held twice.
     """
     if schedule.grid.chains > 1:
         return schedule
     grid = schedule.grid
+    # A slice can be divided if stages that lie within it have all of its layers.
     stage_of = {layers: stage for stage, layers in enumerate(schedule.grid.layers_by_stage)}
     stages_of: dict[int, list[int]] = {}
     for number, (first, end) in enumerate(schedule.slices, len(grid.stages)):
@@ -44,10 +45,12 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
 def _divide_op(
     schedule: Schedule, op: ProgramOp, stages: Sequence[int] | None
 ) -> Iterator[ProgramOp]:
-    """Iterate over the ops of these stages, in place of an op. The op itself if None."""
+    """Iterate over the ops of `stages` that replace an op; for None, it is kept."""
     if stages is None:
         yield op
         return
+    # Usual times are enough, whatever the worker's speed: who reads the result uses the order of a
+    # worker's ops, and the starts only to choose which of several workers' ops comes next.
     start, nobody = op.start_ticks, Worker(-1, -1)
     for stage in stages if op.kind in (OpKind.F, OpKind.A) else reversed(stages):
         yield msgspec.structs.replace(op, slice=stage, start_ticks=start)
@@ -70,8 +73,9 @@ def require_whole_stages(schedule: Schedule) -> Schedule:
     for op in schedule.all_ops():
         if op.slice is not None and op.slice >= len(schedule.grid.stages):
             remedy = WITHOUT_OVERLAP if schedule.has_overlap else WITHOUT_LAYERS
-            raise NotWholeError(f"{schedule.op_text(op)} is not a whole stage; rows name whole "
-                              f"stages: {remedy}")
+            raise NotWholeError(
+                f"{schedule.op_text(op)} is not a whole stage; rows name whole stages: {remedy}"
+            )
     return schedule
 
 

@@ -16,7 +16,12 @@ from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
 from slipstream.planner.model.problem import Bound, Problem
 from slipstream.planner.model.start_times import solution_period
-from slipstream.planner.search.list_scheduler import DispatchRule, ListScheduler, assign_hosts, hosts_in_column
+from slipstream.planner.search.list_scheduler import (
+    DispatchRule,
+    ListScheduler,
+    assign_hosts,
+    hosts_in_column,
+)
 from slipstream.schedules.graph import Collective, Node, dependency_edges
 from slipstream.schedules.measured_trace import MeasuredIteration, MeasuredOp
 from slipstream.schedules.schedule import (
@@ -45,13 +50,17 @@ def compute_earliest(arrays: ProblemArrays, order: Ints) -> Ints:
 def op_graph(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> "nx.DiGraph[Node]":
     """Ops and collectives with their `dependency_edges`, without transfers."""
     graph: nx.DiGraph[Node] = nx.DiGraph()
-    graph.add_nodes_from(Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A else op
-                         for ops in programs.values() for op in ops)
+    for ops in programs.values():
+        for op in ops:
+            graph.add_node(Collective(schedule.layers_of(op.slice)) if op.kind is OpKind.A else op)
     graph.add_edges_from(dependency_edges(schedule, programs))
     return graph
 
 
-def list_schedule(problem: Problem, rule: DispatchRule = DispatchRule()) -> Solution:  # noqa: B008 - frozen
+def list_schedule(
+    problem: Problem,
+    rule: DispatchRule = DispatchRule(),  # noqa: B008 - frozen
+) -> Solution:
     """What the list scheduler makes of a problem."""
     arrays = ProblemArrays(problem, assign_hosts(problem, "least-loaded"))
     order = ListScheduler(arrays).order_ops(rule)
@@ -65,10 +74,15 @@ def planned(job: Job, failed: Sequence[Worker] = (), **options) -> Schedule:
 
 
 def by_chance(job: Job, failed: Sequence[Worker], chance: random.Random, **options) -> Schedule:
-    """A plan in which chance says which live holder of a stage runs it for each micro-batch."""
+    """A plan in which chance chooses who runs a stage of each micro-batch.
+
+    It is one of the stage's live holders.
+    """
     problem = build_problem(job, failed, sharing=True, **options)
-    hosts = {unit: chance.choice(hosts_in_column(problem, unit.slice))
-             for unit in assign_hosts(problem, "least-loaded")}
+    hosts = {
+        unit: chance.choice(hosts_in_column(problem, unit.slice))
+        for unit in assign_hosts(problem, "least-loaded")
+    }
     arrays = ProblemArrays(problem, hosts)
     order = ListScheduler(arrays).order_ops(DispatchRule())
     solution = arrays.make_solution(order, compute_earliest(arrays, order))
@@ -77,17 +91,33 @@ def by_chance(job: Job, failed: Sequence[Worker], chance: random.Random, **optio
 
 def measured_of(schedule: Schedule, number: int = 0, factor: float = 1.5) -> MeasuredIteration:
     """What a run could have measured: everything `factor` as long as planned."""
-    return MeasuredIteration(number, tuple(
-        MeasuredOp(op.worker, op.kind, op.slice, op.pipeline, op.microbatch, schedule.seconds(op.start_ticks) * factor,
-                   schedule.seconds(op.end_ticks) * factor) for op in schedule.all_ops()))
+    return MeasuredIteration(
+        number,
+        tuple(
+            MeasuredOp(
+                op.worker,
+                op.kind,
+                op.slice,
+                op.pipeline,
+                op.microbatch,
+                schedule.seconds(op.start_ticks) * factor,
+                schedule.seconds(op.end_ticks) * factor,
+            )
+            for op in schedule.all_ops()
+        ),
+    )
 
 
 @st.composite
 def schedules(draw, **limits) -> Schedule:
     """A valid schedule of any small job, with or without failures, in any mode."""
     job = draw(jobs(**limits))
-    problem = build_problem(job, draw(failures(job)), backward=draw(st.sampled_from(["split", "fused"])),
-                            optimizer=draw(st.sampled_from(["staggered", "synchronous"])))
+    problem = build_problem(
+        job,
+        draw(failures(job)),
+        backward=draw(st.sampled_from(["split", "fused"])),
+        optimizer=draw(st.sampled_from(["staggered", "synchronous"])),
+    )
     rule = DispatchRule(forward_order=draw(st.sampled_from(["deepest", "oldest"])))
     solution = list_schedule(problem, rule)
     bound = Bound(solution_period(solution), problem.bound_scope) if draw(st.booleans()) else None
@@ -97,9 +127,12 @@ def schedules(draw, **limits) -> Schedule:
 Programs = dict[Worker, list[Op]]
 
 
-def share_programs(ops: Mapping[Worker, Sequence[Op]], seats: Mapping[Worker, Seat]) -> \
-        tuple[tuple[Seat, ...], tuple[Program, ...]]:
-    """Store each distinct program once. `ops` by physical worker in program order, `seats` with role and holdings.
+def share_programs(
+    ops: Mapping[Worker, Sequence[Op]], seats: Mapping[Worker, Seat]
+) -> tuple[tuple[Seat, ...], tuple[Program, ...]]:
+    """Store each distinct program once.
+
+    `ops` by physical worker in program order, `seats` with role and holdings.
 
     The result is canonical: seats sorted by worker, programs in the order of their first use.
     """
@@ -111,8 +144,8 @@ def share_programs(ops: Mapping[Worker, Sequence[Op]], seats: Mapping[Worker, Se
     return tuple(numbered), tuple(index)
 
 
-def _stored(op: Op, own: int) -> ProgramOp:
-    pipeline = None if op.pipeline == own else op.pipeline
+def _stored(op: Op, own_pipeline: int) -> ProgramOp:
+    pipeline = None if op.pipeline == own_pipeline else op.pipeline
     return ProgramOp(op.kind, op.slice, op.microbatch, op.start_ticks, pipeline)
 
 
@@ -125,7 +158,7 @@ def with_programs(schedule: Schedule, ops: Mapping[Worker, list[Op]], **changes)
     return replace(schedule, seats=seats, programs=stored, **changes)
 
 
-# --- By hand ----------------------------------------------------------------------------------------------------------
+# --- By hand --------------------------------------------------------------------------------------
 
 HEALTHY = {
     "0.0": "F0@0 F1@1 I0@3 W0@4 I1@5 W1@6 A@7 O@8",
@@ -147,25 +180,57 @@ SHED = {  # worker 0.0 is alive; 1.0 runs one of its micro-batches all the same
 _TOKEN = re.compile(r"([FIWBAO])(?:(\d+)\.)?(\d+)?(?:s(\d+))?@(-?\d+)")
 
 
-def by_hand(lines: Mapping[str, str], *, columns: tuple[int, ...] = (0, 1), microbatches: int = 2, time: int = 1,
-            **changes) -> Schedule:
-    """A schedule from programs such as `F0@0 F1.3@2 A@7 O@8`: kind, [pipeline.]micro-batch, [s stage,] start.
+def by_hand(
+    lines: Mapping[str, str],
+    *,
+    columns: tuple[int, ...] = (0, 1),
+    microbatches: int = 2,
+    time: int = 1,
+    **changes,
+) -> Schedule:
+    """A schedule from programs such as `F0@0 F1.3@2 A@7 O@8`: kind, [pipeline.]micro-batch, [s
+    stage,] start.
 
-    Two pipelines; `columns` gives the worker column of each stage. Every op takes `time` ticks, a transfer 0.
+    Two pipelines; `columns` gives the worker column of each stage. Every op takes `time` ticks, a
+    transfer 0.
     """
     width = max(columns) + 1
-    grid = Grid(pipelines=2, columns=width, microbatches=(microbatches,) * 2,
-                stages=tuple(VirtualStage(column=column) for column in columns))
+    grid = Grid(
+        pipelines=2,
+        columns=width,
+        microbatches=(microbatches,) * 2,
+        stages=tuple(VirtualStage(column=column) for column in columns),
+    )
     per_stage = (time,) * len(columns)
-    times = Times(forward=per_stage, backward_input=per_stage, backward_weight=per_stage, all_reduce=per_stage,
-                  optimizer=(time,) * width, transfer=0)
-    ops = {Worker.parse(name): [_op(Worker.parse(name), token, times) for token in line.split()]
-           for name, line in lines.items()}
+    times = Times(
+        forward=per_stage,
+        backward_input=per_stage,
+        backward_weight=per_stage,
+        all_reduce=per_stage,
+        optimizer=(time,) * width,
+        transfer=0,
+    )
+    ops = {}
+    for name, line in lines.items():
+        worker = Worker.parse(name)
+        ops[worker] = [_op(worker, token, times) for token in line.split()]
     seats, stored = share_programs(ops, {worker: Seat(worker, worker, 0) for worker in ops})
-    schedule = Schedule(job="by hand", tick_seconds=0.5, grid=grid, times=times, memory=None, backward="split",
-                        optimizer="staggered", failed=tuple(sorted(set(grid.workers()) - set(ops))), seats=seats,
-                        programs=stored, period_ticks=compute_period_ticks(op for line in ops.values() for op in line),
-                        lower_bound_ticks=1, status="feasible", method="hand")
+    schedule = Schedule(
+        job="by hand",
+        tick_seconds=0.5,
+        grid=grid,
+        times=times,
+        memory=None,
+        backward="split",
+        optimizer="staggered",
+        failed=tuple(sorted(set(grid.workers()) - set(ops))),
+        seats=seats,
+        programs=stored,
+        period_ticks=compute_period_ticks(op for line in ops.values() for op in line),
+        lower_bound_ticks=1,
+        status="feasible",
+        method="hand",
+    )
     return replace(schedule, **changes)
 
 

@@ -1,4 +1,7 @@
-"""How much work a call is, counted and not timed: the lines of Python that it runs, each time."""
+"""How much work a call is, counted and not timed.
+
+The work is the lines of Python that it runs, each time.
+"""
 
 import sys
 from collections.abc import Callable
@@ -6,11 +9,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-OURS = tuple(str(Path(__file__).parents[1] / "src" / "slipstream" / package) for package in ("schedules", "planner"))
+OURS = tuple(
+    str(Path(__file__).parents[1] / "src" / "slipstream" / package)
+    for package in ("schedules", "planner")
+)
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines that run within a call, of all our functions and comprehensions; not what numpy does in one of them."""
+    """Count lines of our functions and comprehensions that run within a call.
+
+    What numpy does in one of them does not count.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:

@@ -1,7 +1,9 @@
-"""Single mutations of a valid schedule, each of which breaks a rule: what its name says.
+"""Single mutations of a valid schedule, each of which breaks a rule.
 
-Those of `MUTATIONS` suit any schedule, those of `GENERAL` one whose workers hold layers of their own (`tests.general`),
-and name the rule that is broken.
+The rule is what the mutation's name says.
+
+Those of `MUTATIONS` suit any schedule, those of `GENERAL` one whose workers hold layers of their
+own (`tests.general`), and name the rule that is broken.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,12 @@ from tests.generate import Programs, programs, with_programs
 
 def _pick(draw, schedule: Schedule, wanted: Callable[[Op], bool]) -> tuple[Programs, Worker, int]:
     ops = programs(schedule)
-    places = [(worker, index) for worker, program in ops.items() for index, op in enumerate(program) if wanted(op)]
+    places = [
+        (worker, index)
+        for worker, program in ops.items()
+        for index, op in enumerate(program)
+        if wanted(op)
+    ]
     assume(places)
     return ops, *draw(st.sampled_from(places))
 
@@ -41,15 +48,31 @@ def _lasts(op: Op) -> bool:
 
 
 def _insert(program: list[Op], op: Op, draw) -> None:
-    """Where its start belongs, or at the end of the compute ops: a file may have either."""
+    """Insert an op where its start belongs, or at the end.
+
+    A file may have either.
+    """
     if draw(st.booleans()):
-        program.insert(next((index for index, other in enumerate(program) if other.start_ticks >= op.start_ticks),
-                            len(program)), op)
+        program.insert(
+            next(
+                (
+                    index
+                    for index, other in enumerate(program)
+                    if other.start_ticks >= op.start_ticks
+                ),
+                len(program),
+            ),
+            op,
+        )
     else:
-        program.insert(next(index for index, other in enumerate(program) if not _is_compute(other)), op)
+        program.insert(
+            next(index for index, other in enumerate(program) if not _is_compute(other)), op
+        )
 
 
-def _retimed(draw, schedule: Schedule, ops: Programs, worker: Worker, index: int, start: int) -> Schedule:
+def _retimed(
+    draw, schedule: Schedule, ops: Programs, worker: Worker, index: int, start: int
+) -> Schedule:
     op = ops[worker].pop(index)
     moved = replace(op, start_ticks=start, end_ticks=start + op.end_ticks - op.start_ticks)
     if _is_compute(op):
@@ -64,9 +87,15 @@ def _measured(schedule: Schedule, ops: Programs) -> Schedule:
     flat = [op for program in ops.values() for op in program]
     period = compute_period_ticks(flat)
     if schedule.optimizer == "synchronous":
-        period = max(op.end_ticks for op in flat) - min(op.start_ticks for op in flat)
-    return with_programs(schedule, ops, period_ticks=period, lower_bound_ticks=0,
-                         status="optimal" if period == 0 else "feasible")
+        end = max(op.end_ticks for op in flat)
+        period = end - min(op.start_ticks for op in flat)
+    return with_programs(
+        schedule,
+        ops,
+        period_ticks=period,
+        lower_bound_ticks=0,
+        status="optimal" if period == 0 else "feasible",
+    )
 
 
 def moved_to_another_worker(draw, schedule):
@@ -82,18 +111,23 @@ def moved_to_another_worker(draw, schedule):
 
 
 def rehosted_at_the_same_time(draw, schedule):
-    """All ops of a micro-batch at a slice go to a worker that does not hold the slice."""
+    """Move all ops of a micro-batch at a slice to a worker without it."""
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.F)
     unit = op_key(ops[worker][index])[1:]
     first, end = schedule.layers_of(unit[0])
-    others = [seat.worker for seat in schedule.seats
-              if not any(low <= first and end <= high for low, high in schedule.held_layers(seat.worker))]
+    others = []
+    for seat in schedule.seats:
+        held_layers = schedule.held_layers(seat.worker)
+        if not any(low <= first and end <= high for low, high in held_layers):
+            others.append(seat.worker)
     assume(others)
     other = draw(st.sampled_from(others))
     taken = [op for op in ops[worker] if _is_compute(op) and op_key(op)[1:] == unit]
     ops[worker] = [op for op in ops[worker] if op not in taken]
-    ops[other] = sorted([*ops[other], *(replace(op, worker=other) for op in taken)],
-                        key=lambda op: (not _is_compute(op), op.start_ticks))
+    ops[other] = sorted(
+        [*ops[other], *(replace(op, worker=other) for op in taken)],
+        key=lambda op: (not _is_compute(op), op.start_ticks),
+    )
     return _measured(schedule, ops)
 
 
@@ -108,7 +142,9 @@ def doubled(draw, schedule):
     ops, worker, index = _pick(draw, schedule, lambda op: True)
     later = draw(st.integers(0, 3))
     op = ops[worker][index]
-    ops[worker].insert(index + 1, replace(op, start_ticks=op.start_ticks + later, end_ticks=op.end_ticks + later))
+    ops[worker].insert(
+        index + 1, replace(op, start_ticks=op.start_ticks + later, end_ticks=op.end_ticks + later)
+    )
     return _measured(schedule, ops)
 
 
@@ -123,7 +159,11 @@ def before_its_input(draw, schedule):
     ops, worker, index = _pick(draw, schedule, _is_compute)
     by_key = {op_key(op): op for program in ops.values() for op in program if _is_compute(op)}
     op = ops[worker][index]
-    inputs = [by_key[key] for key in producer_keys(op_key(op), schedule.route_of(*op_key(op)[2:])) if key in by_key]
+    inputs = [
+        by_key[key]
+        for key in producer_keys(op_key(op), schedule.route_of(op.pipeline, op.microbatch))
+        if key in by_key
+    ]
     assume(inputs)
     hop = schedule.times.transfer if inputs[0].worker != worker else 0
     start = inputs[0].end_ticks + hop - draw(st.integers(1, 4))
@@ -144,7 +184,13 @@ def closing_op_earlier(draw, schedule):
 def all_reduce_later_on_one_worker(draw, schedule):
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.A)
     layers = schedule.layers_of(ops[worker][index].slice)
-    assume(sum(op.kind is OpKind.A and schedule.layers_of(op.slice) == layers for op in schedule.all_ops()) > 1)
+    assume(
+        sum(
+            op.kind is OpKind.A and schedule.layers_of(op.slice) == layers
+            for op in schedule.all_ops()
+        )
+        > 1
+    )
     for later in range(index, len(ops[worker])):
         op = ops[worker][later]
         ops[worker][later] = replace(op, start_ticks=op.start_ticks + 1, end_ticks=op.end_ticks + 1)
@@ -176,13 +222,21 @@ def other_kind(draw, schedule):
 
 
 def other_period(draw, schedule):
-    return replace(schedule, period_ticks=max(0, schedule.period_ticks + draw(st.sampled_from([-3, -1, 1, 3]))),
-                   lower_bound_ticks=0, status="feasible")
+    return replace(
+        schedule,
+        period_ticks=max(0, schedule.period_ticks + draw(st.sampled_from([-3, -1, 1, 3]))),
+        lower_bound_ticks=0,
+        status="feasible",
+    )
 
 
 def other_bound(draw, schedule):
-    wrong = [("optimal", schedule.period_ticks - 1), ("feasible", schedule.period_ticks),
-             ("optimal", schedule.period_ticks + 1), ("feasible", schedule.period_ticks + 1)]
+    wrong = [
+        ("optimal", schedule.period_ticks - 1),
+        ("feasible", schedule.period_ticks),
+        ("optimal", schedule.period_ticks + 1),
+        ("feasible", schedule.period_ticks + 1),
+    ]
     status, bound = draw(st.sampled_from(wrong))
     assume(bound >= 0)
     return replace(schedule, status=status, lower_bound_ticks=bound)
@@ -202,7 +256,9 @@ def role_doubled(draw, schedule):
     assume(len(schedule.seats) > 1)
     first, second = draw(st.permutations(schedule.seats))[:2]
     changed = replace(first, role=second.role)
-    return replace(schedule, seats=tuple(changed if seat == first else seat for seat in schedule.seats))
+    seats = list(schedule.seats)
+    seats[seats.index(first)] = changed
+    return replace(schedule, seats=tuple(seats))
 
 
 def microbatches_changed(draw, schedule):
@@ -213,28 +269,58 @@ def microbatches_changed(draw, schedule):
     return replace(schedule, grid=replace(schedule.grid, microbatches=tuple(counts)))
 
 
-MUTATIONS = (moved_to_another_worker, rehosted_at_the_same_time, dropped, doubled, onto_another_op, before_its_input,
-             before_the_iteration, closing_op_earlier, all_reduce_later_on_one_worker, other_microbatch, other_slice,
-             other_kind, other_period, other_bound, other_failures, seat_removed, role_doubled, microbatches_changed)
+MUTATIONS = (
+    moved_to_another_worker,
+    rehosted_at_the_same_time,
+    dropped,
+    doubled,
+    onto_another_op,
+    before_its_input,
+    before_the_iteration,
+    closing_op_earlier,
+    all_reduce_later_on_one_worker,
+    other_microbatch,
+    other_slice,
+    other_kind,
+    other_period,
+    other_bound,
+    other_failures,
+    seat_removed,
+    role_doubled,
+    microbatches_changed,
+)
 
 
-# --- Slices, layers held and routes -----------------------------------------------------------------------------------
+# --- Slices, layers held and routes ---------------------------------------------------------------
 
 
 def _with_slice(schedule: Schedule, layers: LayerRange) -> tuple[Schedule, int]:
-    """The schedule with a further slice of these layers, which takes as long as the first; its number."""
+    """Add a slice of these layers to the schedule, and return its number.
+
+    It takes as long as the first one.
+    """
     times, memory = schedule.times, schedule.memory
-    longer = {name: (*getattr(times, name), getattr(times, name)[0])
-              for name in ("forward", "backward_input", "backward_weight", "all_reduce")}
+    longer = {
+        name: (*getattr(times, name), getattr(times, name)[0])
+        for name in ("forward", "backward_input", "backward_weight", "all_reduce")
+    }
     if memory is not None:
-        memory = replace(memory, activation=(*memory.activation, memory.activation[0]),
-                         weight_stash=(*memory.weight_stash, memory.weight_stash[0]))
-    extended = replace(schedule, slices=(*schedule.slices, layers), times=replace(times, **longer), memory=memory)
+        memory = replace(
+            memory,
+            activation=(*memory.activation, memory.activation[0]),
+            weight_stash=(*memory.weight_stash, memory.weight_stash[0]),
+        )
+    extended = replace(
+        schedule, slices=(*schedule.slices, layers), times=replace(times, **longer), memory=memory
+    )
     return extended, len(schedule.layers_by_slice)
 
 
 def _with_seat(schedule: Schedule, seat: Seat) -> Schedule:
-    return replace(schedule, seats=tuple(seat if other.worker == seat.worker else other for other in schedule.seats))
+    workers = [other.worker for other in schedule.seats]
+    seats = list(schedule.seats)
+    seats[workers.index(seat.worker)] = seat
+    return replace(schedule, seats=tuple(seats))
 
 
 def _picked_seat(draw, schedule: Schedule, wanted: Callable[[Seat], bool]) -> Seat:
@@ -244,15 +330,30 @@ def _picked_seat(draw, schedule: Schedule, wanted: Callable[[Seat], bool]) -> Se
 
 
 def slice_shifted_by_a_layer(draw, schedule):
-    """All ops of a micro-batch at a slice are of a layer more or less, at one end or both: the route does not tile."""
+    """Shift the layers of all ops of a micro-batch at a slice by one.
+
+    One end moves or both do, so that the route does not tile.
+    """
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.F)
-    (_, slice, *microbatch), layers = op_key(ops[worker][index]), schedule.layers_of(ops[worker][index].slice)
-    first, end = (at + by for at, by in zip(layers, draw(st.sampled_from([(1, 1), (-1, -1), (0, 1), (-1, 0), (0, -1),
-                                                                           (1, 0)])), strict=True))
+    (_, slice, *microbatch), layers = (
+        op_key(ops[worker][index]),
+        schedule.layers_of(ops[worker][index].slice),
+    )
+    first, end = (
+        at + by
+        for at, by in zip(
+            layers,
+            draw(st.sampled_from([(1, 1), (-1, -1), (0, 1), (-1, 0), (0, -1), (1, 0)])),
+            strict=True,
+        )
+    )
     assume(0 <= first < end <= schedule.grid.layer_count)
     schedule, shifted = _with_slice(schedule, (first, end))
-    ops = {at: [replace(op, slice=shifted) if op.slice == slice and [op.pipeline, op.microbatch] == microbatch else op
-                for op in program] for at, program in ops.items()}
+    ops = {at: list(program) for at, program in ops.items()}
+    for program in ops.values():
+        for index, op in enumerate(program):
+            if op.slice == slice and [op.pipeline, op.microbatch] == microbatch:
+                program[index] = replace(op, slice=shifted)
     return with_programs(schedule, ops)
 
 
@@ -261,7 +362,9 @@ def slice_more_that_overlaps(draw, schedule):
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.F)
     op = ops[worker][index]
     first = draw(st.integers(0, schedule.grid.layer_count - 1))
-    schedule, more = _with_slice(schedule, (first, draw(st.integers(first + 1, schedule.grid.layer_count))))
+    schedule, more = _with_slice(
+        schedule, (first, draw(st.integers(first + 1, schedule.grid.layer_count)))
+    )
     for kind in ("F", "I", "W") if schedule.backward == "split" else ("F", "B"):
         _insert(ops[worker], replace(op, kind=OpKind(kind), slice=more), draw)
     return with_programs(schedule, ops)
@@ -274,8 +377,12 @@ def route_through_one_that_does_not_hold_it(draw, schedule):
 def layer_that_nobody_reduces(draw, schedule):
     ops, worker, index = _pick(draw, schedule, lambda op: op.kind is OpKind.A)
     layers = schedule.layers_of(ops[worker][index].slice)
-    ops = {at: [op for op in program if op.kind is not OpKind.A or schedule.layers_of(op.slice) != layers]
-           for at, program in ops.items()}
+    for at, program in ops.items():
+        ops[at] = [
+            op
+            for op in program
+            if op.kind is not OpKind.A or schedule.layers_of(op.slice) != layers
+        ]
     return _measured(schedule, ops)
 
 
@@ -286,57 +393,85 @@ def holder_left_out_of_a_reduction(draw, schedule):
 
 
 def holder_reduces_in_other_ranges(draw, schedule):
-    """One of several holders reduces two ranges of layers one by one, which the others reduce together."""
+    """One of several holders reduces two ranges of layers one by one.
+
+    The others reduce them together.
+    """
+
     def wanted(op: Op) -> bool:
         layers = schedule.layers_of(op.slice) if op.kind is OpKind.A else (0, 0)
-        alike = [op for op in schedule.all_ops() if op.kind is OpKind.A and schedule.layers_of(op.slice) == layers]
+        alike = [
+            op
+            for op in schedule.all_ops()
+            if op.kind is OpKind.A and schedule.layers_of(op.slice) == layers
+        ]
         return layers[1] - layers[0] > 1 and len(alike) > 1
 
     ops, worker, index = _pick(draw, schedule, wanted)
     op = ops[worker][index]
     first, end = schedule.layers_of(op.slice)
     cut = draw(st.integers(first + 1, end - 1))
-    schedule, left = _with_slice(schedule, (first, cut))
+    schedule, shifted = _with_slice(schedule, (first, cut))
     schedule, right = _with_slice(schedule, (cut, end))
-    ops[worker][index:index + 1] = [replace(op, slice=left), replace(op, slice=right)]
+    ops[worker][index : index + 1] = [replace(op, slice=shifted), replace(op, slice=right)]
     return with_programs(schedule, ops)
 
 
 def weights_over_the_room(draw, schedule):
-    """A layer weighs so much more that who holds it beside those of its column has no room left."""
+    """Raise a layer's weight until a holder has no room left.
+
+    It has others of its column beside it.
+    """
     assume(schedule.memory is not None)
     seat = _picked_seat(draw, schedule, lambda seat: bool(_foreign_layers(schedule, seat)))
     weights = list(schedule.memory.weights)
-    weights[draw(st.sampled_from(_foreign_layers(schedule, seat)))] += 1 + sum(weights) + sum(schedule.memory.capacity)
+    weights[draw(st.sampled_from(_foreign_layers(schedule, seat)))] += (
+        1 + sum(weights) + sum(schedule.memory.capacity)
+    )
     return replace(schedule, memory=replace(schedule.memory, weights=tuple(weights)))
 
 
 def _foreign_layers(schedule: Schedule, seat: Seat) -> list[int]:
-    own = {layer for layers in schedule.held_layers_of_column(seat.worker.column) for layer in range(*layers)}
-    return [layer for layers in seat.holds or () for layer in range(*layers) if layer not in own]
+    column_layers = {
+        layer
+        for layers in schedule.held_layers_of_column(seat.worker.column)
+        for layer in range(*layers)
+    }
+    return [
+        layer
+        for layers in seat.holds or ()
+        for layer in range(*layers)
+        if layer not in column_layers
+    ]
 
 
 def layer_dropped_by_its_holder(draw, schedule):
     seat = _picked_seat(draw, schedule, lambda seat: bool(seat.holds))
     dropped = draw(st.sampled_from([layer for layers in seat.holds for layer in range(*layers)]))
-    left = merge_ranges((layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped)
-    return _with_seat(schedule, replace(seat, holds=left))
+    rest = merge_ranges(
+        (layer, layer + 1) for layers in seat.holds for layer in range(*layers) if layer != dropped
+    )
+    return _with_seat(schedule, replace(seat, holds=rest))
 
 
 def layer_held_that_it_does_not_reduce(draw, schedule):
     layers = schedule.grid.layer_count
     seat = _picked_seat(draw, schedule, lambda seat: seat.holds != ((0, layers),))
-    held = {layer for first, end in seat.holds for layer in range(first, end)}
-    more = draw(st.sampled_from(sorted(set(range(layers)) - held)))
+    layers_held = {layer for first, end in seat.holds for layer in range(first, end)}
+    more = draw(st.sampled_from(sorted(set(range(layers)) - layers_held)))
     return _with_seat(schedule, replace(seat, holds=merge_ranges([*seat.holds, (more, more + 1)])))
 
 
 def layer_that_nobody_holds(draw, schedule):
     lost = draw(st.integers(0, schedule.grid.layer_count - 1))
-    seats = tuple(replace(seat, holds=merge_ranges((layer, layer + 1) for layers in schedule.held_layers_of_seat(seat)
-                                                   for layer in range(*layers) if layer != lost))
-                  for seat in schedule.seats)
-    return replace(schedule, seats=seats)
+    seats = []
+    for seat in schedule.seats:
+        layers_held = {
+            layer for layers in schedule.held_layers_of_seat(seat) for layer in range(*layers)
+        }
+        rest = sorted(layers_held - {lost})
+        seats.append(replace(seat, holds=merge_ranges((layer, layer + 1) for layer in rest)))
+    return replace(schedule, seats=tuple(seats))
 
 
 def optimizer_longer_than_its_room(draw, schedule):

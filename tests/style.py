@@ -273,8 +273,11 @@ def measure(source: str) -> Figures:
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
     lines = source.splitlines()
-    code = [line.strip() for number, line in enumerate(lines, 1)
-            if line.strip() and number not in in_docstrings and not line.lstrip().startswith("#")]
+    code = [
+        line.strip()
+        for number, line in enumerate(lines, 1)
+        if line.strip() and number not in in_docstrings and not line.lstrip().startswith("#")
+    ]
     nodes = list(ast.walk(tree))
     names = [name for _, name in find_local_names(tree)]
     loops = [node for node in nodes if isinstance(node, COMPREHENSIONS)]

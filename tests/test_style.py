@@ -4,42 +4,93 @@ from pathlib import Path
 
 import pytest
 
-from tests.style import ROOT, find_breaches, find_files, first_sentence
+from slipstream.cli.app import COMMANDS
+from tests.style import ROOT, Breach, find_breaches, find_files, first_sentence
 
 KEPT = (
     "cli/drawing",
     "cli/figures",
+    "planner/blockwise.py",
+    "planner/__init__.py",
+    "planner/bound_verifier.py",
+    "planner/bounding.py",
+    "planner/budget.py",
+    "planner/candidates.py",
+    "planner/comparison.py",
+    "planner/compiled.py",
+    "planner/exchange.py",
+    "planner/failures.py",
+    "benchmarks",
+    "cli",
+    "docs/conf.py",
+    "examples",
     "planner/job",
+    "planner/kernel",
     "planner/layout",
+    "planner/loops.py",
     "planner/model",
+    "planner/normalise.py",
+    "planner/overlapped.py",
+    "planner/params.py",
+    "planner/placement.py",
     "planner/published",
     "planner/recompute.py",
+    "planner/search",
     "planner/simulation",
+    "runtime/api.py",
+    "runtime/own_loop.py",
+    "runtime/ranks",
+    "runtime/replay",
+    "runtime/tools",
+    "runtime/torch_pipelining",
+    "runtime/torch_private.py",
+    "runtime/torchtitan_pipelining",
+    "runtime/worker",
+    "runtime/coordinator",
+    "runtime/launch.py",
+    "runtime/node_agent.py",
+    "runtime/processes",
+    "runtime/protocol",
+    "runtime/run_folder.py",
+    "runtime/waits.py",
+    "planner/options.py",
+    "planner/periods.py",
+    "planner/plan.py",
+    "planner/published",
+    "planner/recompute.py",
+    "planner/reference.py",
+    "planner/report.py",
+    "planner/simulation",
+    "planner/stated_question.py",
+    "planner/tables",
+    "runtime/__init__.py",
+    "runtime/checkpoints",
+    "runtime/computing",
+    "runtime/config.py",
+    "runtime/config_errors.py",
+    "runtime/data",
+    "runtime/device.py",
+    "runtime/errors.py",
+    "runtime/events.py",
+    "runtime/failure_domains.py",
+    "runtime/models",
+    "runtime/moving",
+    "runtime/object_reference.py",
+    "runtime/placement.py",
+    "runtime/run_identity.py",
+    "runtime/run_record.py",
+    "runtime/seeds.py",
+    "runtime/state",
+    "runtime/tensor_codec.py",
     "schedules",
+    "src/slipstream",
+    "tests/exact",
     "tests/style.py",
     "tests/test_style.py",
 )
 """Folders and files whose code keeps all rules."""
 
-LATER = {
-    "planner/job/__init__.py",
-    "planner/job/arrangement.py",
-    "planner/job/file.py",
-    "planner/job/run_keys.py",
-    "planner/model/from_job.py",
-    "planner/model/memory.py",
-    "planner/model/problem.py",
-    "schedules/program.py",
-    "schedules/schedule.py",
-}
-"""Files in them that follow."""
-
-FILES = [
-    path
-    for folder in KEPT
-    for path in find_files(ROOT / folder)
-    if str(path.relative_to(ROOT)) not in LATER
-]
+FILES = [path for folder in KEPT for path in find_files(ROOT / folder)]
 
 BROKEN = {
     "line": f"x = {'1' * 100}",
@@ -68,9 +119,18 @@ def test_keyword_arguments_of_a_call_count_each_by_itself():
     assert not find_breaches(table)
 
 
+def is_line_of_help(path: Path, breach: Breach) -> bool:
+    """Return whether a long sentence is what `slipstream --help` says of a command."""
+    if path.parent != ROOT / "cli" or path.stem not in COMMANDS:
+        return False
+    return breach.rule == "sentence" and COMMANDS[path.stem].rstrip(".") in breach.text
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_keeps_the_rules(path: Path):
-    breaches = find_breaches(path.read_text())
+    breaches = [
+        breach for breach in find_breaches(path.read_text()) if not is_line_of_help(path, breach)
+    ]
     assert not breaches, "\n".join(
         f"{breach.line}: {breach.rule}: {breach.text}" for breach in breaches
     )

@@ -1,4 +1,7 @@
-"""Read the memory of each process on a card from its driver, which includes memory that torch does not know of."""
+"""Read the memory of each process on a card from its driver.
+
+It includes memory that torch does not know of.
+"""
 
 import subprocess
 import threading
@@ -56,15 +59,25 @@ def held_by_process() -> dict[int, int]:
 def cards() -> tuple[int, int]:
     """Return used and total bytes of all cards."""
     lines = [(int(used), int(total)) for used, total in query("gpu=memory.used,memory.total")]
-    return sum(used for used, _ in lines) * 2**20, sum(total for _, total in lines) * 2**20
+    used_mib = sum(used for used, _ in lines)
+    total_mib = sum(total for _, total in lines)
+    return used_mib * 2**20, total_mib * 2**20
 
 
 def query(what: str) -> list[list[str]]:
-    """Return the answer of nvidia-smi, line by line, or nothing if there is no such program."""
+    """Return the answer of nvidia-smi, line by line; empty without that program."""
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"], capture_output=True,
-                              text=True, timeout=20)
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [line for line in lines if all(word and "N/A" not in word for word in line)]
+    rows = []
+    for line in done.stdout.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if all(word and "N/A" not in word for word in words):
+            rows.append(words)
+    return rows

@@ -1,6 +1,7 @@
-"""Run processes that a step starts together, each of which reports its results over a key-value store.
+"""Run processes that a step starts together, and receive their results.
 
-A step runs in a process that does not touch a device, so that it can end and replace processes that hang.
+Results come over a key-value store. A step runs in a process that does not touch a device, so that
+it can end and replace processes that hang.
 """
 
 import faulthandler
@@ -71,30 +72,50 @@ class Crew:
         File to which the output of the processes is appended.
     """
 
-    def __init__(self, fork_server: ForkServer, target: str, tasks: Sequence[dict[str, Any]], log: Path) -> None:
+    def __init__(
+        self, fork_server: ForkServer, target: str, tasks: Sequence[dict[str, Any]], log: Path
+    ) -> None:
         self._fork_server, self._log = fork_server, log
         self.store, self._opened = host_store()
         self._names = [f"{target} {next(_NUMBERS)}" for _ in tasks]
         self._read = [0] * len(tasks)
         self._status: dict[str, int] = {}
         for place, (name, task) in enumerate(zip(self._names, tasks, strict=True)):
-            content = {"place": place, "size": len(tasks), "host": self._opened.host, "port": self._opened.port,
-                       "target": target, "task": task}
+            content = {
+                "place": place,
+                "size": len(tasks),
+                "host": self._opened.host,
+                "port": self._opened.port,
+                "target": target,
+                "task": task,
+            }
             module = target.partition(":")[0]
-            fork_server.start_process(ProcessSpec(name, f"{__name__}:run_member", json.dumps(content), str(log),
-                                                  append=True,
-                                                  imports=(module,)))
+            fork_server.start_process(
+                ProcessSpec(
+                    name,
+                    f"{__name__}:run_member",
+                    json.dumps(content),
+                    str(log),
+                    append=True,
+                    imports=(module,),
+                )
+            )
 
     def news(self, seconds: float) -> Iterator[News]:
         """Yield the reports of members, until all have ended.
 
-        Raises CrewError if one fails, or if there was no report for `seconds`; the stacks of all are in the log then.
+        Raises CrewError if one fails, or if there was no report for `seconds`; the stacks of all
+        are in the log then.
         """
         deadline = time.monotonic() + seconds
         while True:
             self._look()
-            ended, bad = len(self._status) == len(self._names), {*self._status.values()} - {0, -signal.SIGKILL}
-            for place, number in enumerate(self._read):  # after the look: whoever has ended has told all
+            ended, bad = (
+                len(self._status) == len(self._names),
+                {*self._status.values()} - {0, -signal.SIGKILL},
+            )
+            # After the look: whoever has ended has told all.
+            for place, number in enumerate(self._read):
                 while self.store.check([key := f"news {place} {number}"]):
                     self._read[place] = number = number + 1
                     deadline = time.monotonic() + seconds
@@ -114,14 +135,20 @@ class Crew:
     def pids(self) -> list[int]:
         """Return the live processes, by place."""
         self._look()
-        return [self._fork_server.pids[name] for name in self._names if name in self._fork_server.pids]
+        return [
+            self._fork_server.pids[name] for name in self._names if name in self._fork_server.pids
+        ]
 
     def dump_stacks(self) -> None:
         """Append the stacks of all threads to the log."""
         dump_stacks(self.pids(), self._log)
 
     def _look(self) -> None:
-        self._status.update((one.name, one.status) for one in self._fork_server.poll(0) if one.name in self._names)
+        self._status.update(
+            (process.name, process.status)
+            for process in self._fork_server.poll(0)
+            if process.name in self._names
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -136,9 +163,19 @@ def run_member(data: bytes) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
     # As a machine of its own, so that NCCL takes several processes of one card.
-    os.environ.update({**LOOPBACK, "NCCL_HOSTID": f"process-{os.getpid()}", **content["task"].get("environment", {})})
-    member = Member(content["place"], content["size"], connect_store(Rendezvous(content["host"], content["port"])),
-                    content["task"])
+    os.environ.update(
+        {
+            **LOOPBACK,
+            "NCCL_HOSTID": f"process-{os.getpid()}",
+            **content["task"].get("environment", {}),
+        }
+    )
+    member = Member(
+        content["place"],
+        content["size"],
+        connect_store(Rendezvous(content["host"], content["port"])),
+        content["task"],
+    )
     try:
         load_target(content["target"])(member)
     except Exception as error:

@@ -7,13 +7,18 @@ from benchmarks.devices.report import Row
 
 
 def page(rows: Iterable[Row], command: str) -> str:
-    """Return the page in Markdown. Of rows that were reported several times, it has the last ones."""
+    """Return the page in Markdown, with the last report of each row."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         found.setdefault(row.step, {})[row.what] = row.value
     lines = [f"{datetime.now().date()}, `{command}`:"]
     for step, values in found.items():
-        lines += ["", f"**{step}**", "", *table([(_cell(what), _cell(value)) for what, value in values.items()])]
+        lines += [
+            "",
+            f"**{step}**",
+            "",
+            *table([(_cell(what), _cell(value)) for what, value in values.items()]),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Measure what two processes over one transport do: connect, send, abort, and survive a kill of the other.
+"""Measure how two processes connect, send, abort, and survive the other's death.
 
-Rank 0 reports all figures. Over NCCL the communicators are those of the runtime, and in one variant torch.distributed's
-own.
+Rank 0 reports all figures. Over NCCL the communicators are those of the runtime, and in one variant
+torch.distributed's own.
 """
 
 import os
@@ -21,11 +21,23 @@ from torch.distributed import PrefixStore, Work
 from benchmarks.devices.crew import Crew, CrewError, Member
 from benchmarks.devices.report import Report, mebibytes, milliseconds
 from slipstream.runtime.processes.fork_server import ForkServer
-from slipstream.runtime.replay.torch_groups import create_gloo_group, create_nccl_group, open_gloo_devices
+from slipstream.runtime.replay.torch_groups import (
+    create_gloo_group,
+    create_nccl_group,
+    open_gloo_devices,
+)
 
-BLOCKING, NOT_BLOCKING, PLAIN, GLOO = "nccl, blocking", "nccl, not blocking", "torch.distributed over nccl", "gloo"
+BLOCKING = "nccl, blocking"
+NOT_BLOCKING = "nccl, not blocking"
+PLAIN = "torch.distributed over nccl"
+GLOO = "gloo"
 SWITCH = "SLIPSTREAM_NCCL_BLOCKING"
-ENVIRONMENT: dict[str, dict[str, str]] = {BLOCKING: {SWITCH: "1"}, NOT_BLOCKING: {SWITCH: "0"}, PLAIN: {}, GLOO: {}}
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    BLOCKING: {SWITCH: "1"},
+    NOT_BLOCKING: {SWITCH: "0"},
+    PLAIN: {},
+    GLOO: {},
+}
 TIMEOUT = timedelta(seconds=60)
 SILENT_SECONDS = 15.0
 """Time, in seconds, without a report after which a process counts as hanging."""
@@ -35,23 +47,36 @@ HELD_UP_SECONDS = 0.3
 WATCH_SECONDS = 4.0
 LOOK_SECONDS = 0.0005
 MORE = 2
-"""Number of communicators in addition to the first one, from which memory and threads are computed."""
+"""Number of communicators beyond the first, for memory and threads of each."""
 
 
 class Link:
     """Process group of two: the runtime's, or torch.distributed's."""
 
-    def __init__(self, member: Member, device: torch.device, variant: str, name: str, *, directed: bool = False
-                 ) -> None:
+    def __init__(
+        self,
+        member: Member,
+        device: torch.device,
+        variant: str,
+        name: str,
+        *,
+        directed: bool = False,
+    ) -> None:
         self._rank, self._device = member.place, device
         self._nccl: Any = None
         if variant == PLAIN:
-            distributed.init_process_group("nccl", store=PrefixStore(name, member.store), rank=member.place,
-                                           world_size=2, timeout=TIMEOUT)
+            distributed.init_process_group(
+                "nccl",
+                store=PrefixStore(name, member.store),
+                rank=member.place,
+                world_size=2,
+                timeout=TIMEOUT,
+            )
             self.group: Any = distributed.group.WORLD
         elif variant == GLOO:
-            self.group = create_gloo_group(PrefixStore(name, member.store), member.place, 2, TIMEOUT,
-                                           open_gloo_devices())
+            self.group = create_gloo_group(
+                PrefixStore(name, member.store), member.place, 2, TIMEOUT, open_gloo_devices()
+            )
         else:
             self._nccl = create_nccl_group(member.store, name, member.place, 2, TIMEOUT, directed)
             self.group = self._nccl.group
@@ -110,17 +135,28 @@ def measure(member: Member) -> None:
         torch.zeros(1, device=device)
     member.store.set(f"pid {member.place}", str(os.getpid()))
     member.meet()
-    first, before, began = Link(member, device, variant, "first/"), held(device), time.perf_counter()
+    first, before, began = (
+        Link(member, device, variant, "first/"),
+        held(device),
+        time.perf_counter(),
+    )
     first.connect()
     returned = time.perf_counter() - began
     first.swap(torch.zeros(1, dtype=torch.uint8, device=device))
-    ear.row("connecting", f"{milliseconds(returned)}, and to the end of a first byte there and back "
-            f"{milliseconds(time.perf_counter() - began)}", connected=time.perf_counter() - began)
+    ear.row(
+        "connecting",
+        f"{milliseconds(returned)}, and to the end of a first byte there and back "
+        f"{milliseconds(time.perf_counter() - began)}",
+        connected=time.perf_counter() - began,
+    )
     for name, size in SIZES.items():
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
         seconds = median_of(lambda tensor=tensor: first.swap(tensor)) / 2
-        ear.row(f"transfer of {name}", milliseconds(seconds) + (
-            f", {size / seconds / 1e9:.2f} GB/s" if size > 1 else ""), seconds=seconds)
+        ear.row(
+            f"transfer of {name}",
+            milliseconds(seconds) + (f", {size / seconds / 1e9:.2f} GB/s" if size > 1 else ""),
+            seconds=seconds,
+        )
     tensor = torch.zeros(SIZES["16 MiB"] // 4, device=device)
     ear.row("sum of 16 MiB", milliseconds(median_of(lambda: first.sum(tensor))))
     if variant == PLAIN:
@@ -160,20 +196,29 @@ def median_of(call: Callable[[], None]) -> float:
 
 
 def held(device: torch.device) -> tuple[int, int, int]:
-    """Return the bytes of the card that all processes hold, and threads and open descriptors of this process."""
+    """Return the card's bytes in use, and this process's threads and open descriptors."""
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
-    threads, descriptors = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     return total - free, threads, descriptors
 
 
 def usage(before: tuple[int, int, int], after: tuple[int, int, int], count: int) -> str:
     """Describe the resources of a communicator in one process."""
-    size, threads, descriptors = ((now - then) / count for then, now in zip(before, after, strict=True))
-    return f"{mebibytes(size / 2)} of the card, {threads:.1f} threads, {descriptors:.1f} descriptors in each process"
+    size, threads, descriptors = (
+        (now - then) / count for then, now in zip(before, after, strict=True)
+    )
+    return (
+        f"{mebibytes(size / 2)} of the card, {threads:.1f} threads, {descriptors:.1f} descriptors "
+        "in each process"
+    )
 
 
 def begin_receive(link: Link, device: torch.device) -> tuple[Work, Callable[[], bool]]:
-    """Start a receive to which nothing is sent. Returns it, and a function that tells whether the device is done."""
+    """Start a receive to which nothing is sent.
+
+    Returns it, and a function that tells whether the device is done.
+    """
     work = link.group.recv([torch.zeros(2**20, device=device)], 1 - link._rank, 1)
     if device.type != "cuda":
         return work, work.is_completed
@@ -185,15 +230,23 @@ def begin_receive(link: Link, device: torch.device) -> tuple[Work, Callable[[], 
     return work, event.query
 
 
-def watch(work: Work, query: Callable[[], bool], link: Link, began: float, until: Callable[[], bool],
-          seconds: float) -> list[str]:
-    """Return the answers of is_completed, get_error and the device, one line for each change of any of them."""
+def watch(
+    work: Work,
+    query: Callable[[], bool],
+    link: Link,
+    began: float,
+    until: Callable[[], bool],
+    seconds: float,
+) -> list[str]:
+    """Return is_completed, get_error and the device's answer, a line for each change."""
     said, last = list[str](), None
     while True:
         done, state = until(), (asked(work.is_completed), asked(link.error), asked(query))
         if state != last:
-            said.append(f"{(time.perf_counter() - began) * 1e3:.0f} ms: is_completed {state[0]}, error {state[1]}, "
-                        f"device done {state[2]}")
+            said.append(
+                f"{(time.perf_counter() - began) * 1e3:.0f} ms: is_completed {state[0]}, error "
+                f"{state[1]}, device done {state[2]}"
+            )
             last = state
         if done or time.perf_counter() - began > seconds:
             return said
@@ -220,8 +273,10 @@ def aborted(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
         return
     work, query = begin_receive(link, device)
     time.sleep(HELD_UP_SECONDS)
-    ear.row("a blocked receive, before its abort", "; ".join(watch(work, query, link, time.perf_counter(), lambda: True,
-                                                                  0)))
+    ear.row(
+        "a blocked receive, before its abort",
+        "; ".join(watch(work, query, link, time.perf_counter(), lambda: True, 0)),
+    )
     ear.row("abort of a blocked receive", abort_of(work, query, link))
 
 
@@ -250,7 +305,10 @@ def killed(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
     time.sleep(HELD_UP_SECONDS)
     began = time.perf_counter()
     os.kill(int(member.store.get("pid 1")), signal.SIGKILL)
-    ear.row("after a SIGKILL of the peer", "; ".join(watch(work, query, link, began, lambda: False, WATCH_SECONDS)))
+    ear.row(
+        "after a SIGKILL of the peer",
+        "; ".join(watch(work, query, link, began, lambda: False, WATCH_SECONDS)),
+    )
     if device.type == "cuda":
         ear.row("abort after that", abort_of(work, query, link))
         began = time.perf_counter()
@@ -258,13 +316,20 @@ def killed(member: Member, device: torch.device, link: Link, ear: Ear) -> None:
         ear.row("synchronize after that", milliseconds(time.perf_counter() - began))
 
 
-def run_pairs(report: Report, device: str, log: Path, fork_server: ForkServer, variants: Sequence[str]) -> None:
+def run_pairs(
+    report: Report, device: str, log: Path, fork_server: ForkServer, variants: Sequence[str]
+) -> None:
     """Run the step."""
     for variant in variants:
         task = {"variant": variant, "device": device, "environment": ENVIRONMENT[variant]}
         with Crew(fork_server, f"{__name__}:measure", [task] * 2, log) as crew:
             try:
                 for _, said in crew.news(SILENT_SECONDS):
-                    report.row(f"{variant}: {said['what']}", said["value"], variant=variant, **said["facts"])
+                    report.row(
+                        f"{variant}: {said['what']}",
+                        said["value"],
+                        variant=variant,
+                        **said["facts"],
+                    )
             except CrewError as error:
                 report.row(f"{variant}: failed", str(error), variant=variant, works=False)

@@ -19,15 +19,16 @@ WRITTEN_SECONDS = 0.5
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy: on the PATH, or where `pip install --target` has installed a package."""
+    """Return the path of py-spy: on the PATH, or from `pip install --target`."""
     beside = [Path(sys.executable).parent, *(Path(folder) / "bin" for folder in sys.path if folder)]
     return shutil.which("py-spy") or shutil.which("py-spy", path=os.pathsep.join(map(str, beside)))
 
 
 def dump_stacks(pids: Sequence[int], log: Path) -> None:
-    """Append the stacks of all threads of these processes to a file, by py-spy, with C frames if possible.
+    """Append the stacks of these processes' threads to a file, by py-spy.
 
-    Without py-spy each process writes them to its own standard error, if it has registered SIGUSR2 for that.
+    They have C frames if possible. Without py-spy each process writes them to its own standard
+    error, if it has registered SIGUSR2 for that.
     """
     program = find_py_spy()
     with log.open("a") as file:
@@ -35,10 +36,14 @@ def dump_stacks(pids: Sequence[int], log: Path) -> None:
             print(f"--- process {pid}: {_command(pid)}", file=file, flush=True)
             if program is None and _handles(pid, signal.SIGUSR2):
                 os.kill(pid, signal.SIGUSR2)
-            for how in (["--native", "--nonblocking"] if program is not None else ()):
+            for how in ["--native", "--nonblocking"] if program is not None else ():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    done = subprocess.run([str(program), "dump", how, "--pid", str(pid)], stdout=file,
-                                          stderr=file, timeout=DUMP_SECONDS)
+                    done = subprocess.run(
+                        [str(program), "dump", how, "--pid", str(pid)],
+                        stdout=file,
+                        stderr=file,
+                        timeout=DUMP_SECONDS,
+                    )
                     if done.returncode == 0:
                         break
     if program is None:
@@ -47,14 +52,19 @@ def dump_stacks(pids: Sequence[int], log: Path) -> None:
 
 def end_tree(pid: int) -> None:
     """Kill a process with all its descendants, including those in sessions of their own."""
-    for one in (*reversed(below(pid)), pid):
+    for process in (*reversed(below(pid)), pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:120]
+        )
     return "gone"
 
 

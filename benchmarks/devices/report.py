@@ -1,4 +1,7 @@
-"""Print the rows of the page and append them to a file at once, so that no measurement is lost."""
+"""Print the rows of the page, and append them to a file at once.
+
+No measurement is lost.
+"""
 
 import json
 import time
@@ -30,7 +33,9 @@ class Report:
 
     def row(self, what: str, value: str, **facts: Any) -> None:
         """Print a row, and append it to the file."""
-        print(f"{self._step} | {what}: {value} [{time.monotonic() - self._began:.0f} s]", flush=True)
+        print(
+            f"{self._step} | {what}: {value} [{time.monotonic() - self._began:.0f} s]", flush=True
+        )
         with (self.folder / ROWS).open("a") as file:
             file.write(json.dumps(Row(self._step, what, value, facts)._asdict()) + "\n")
 

@@ -1,4 +1,4 @@
-"""Run one step in its process: import all that it needs, wait for its turn, and write its rows.
+"""Run one step in its process: import, wait for its turn, write its rows.
 
     python -m benchmarks.devices.step NAME
 
@@ -50,8 +50,13 @@ def two_processes(turn: Turn, report: Report, fork_server: ForkServer) -> None:
     on_card = turn.device == "cuda"
     if not on_card:
         report.row("nccl", "needs a card")
-    run_pairs(report, turn.device, Path(turn.log), fork_server,
-              (pair.BLOCKING, pair.NOT_BLOCKING, pair.PLAIN) if on_card else (pair.GLOO,))
+    run_pairs(
+        report,
+        turn.device,
+        Path(turn.log),
+        fork_server,
+        (pair.BLOCKING, pair.NOT_BLOCKING, pair.PLAIN) if on_card else (pair.GLOO,),
+    )
 
 
 def conformance(turn: Turn, report: Report, fork_server: ForkServer) -> None:
@@ -59,10 +64,23 @@ def conformance(turn: Turn, report: Report, fork_server: ForkServer) -> None:
     transports = (NCCL, STAGED, GLOO) if on_card else (GLOO, DOUBLE)
     for place, transport in enumerate(transports):
         left = turn.seconds / len(transports) * (2 if transport == NCCL else 1)
-        found = check_in_processes(transport, fork_server, Path(turn.log), left,
-                                   told=lambda text, transport=transport: print(f"{transport}: {text}", flush=True))
-        report.row(transport, str(found), transport=transport, passed=found.passed, left=found.left, place=place,
-                   works=found.passed + found.left == len(CHECKS), failures=found.failures)
+        found = check_in_processes(
+            transport,
+            fork_server,
+            Path(turn.log),
+            left,
+            tell=lambda text, transport=transport: print(f"{transport}: {text}", flush=True),
+        )
+        report.row(
+            transport,
+            str(found),
+            transport=transport,
+            passed=found.passed,
+            left=found.left,
+            place=place,
+            works=found.passed + found.left == len(CHECKS),
+            failures=found.failures,
+        )
     for transport in () if on_card else (STAGED, NCCL):
         report.row(transport, "needs a card")
 
@@ -71,13 +89,18 @@ def deaths(turn: Turn, report: Report, fork_server: ForkServer) -> None:
     on_card = turn.device == "cuda"
     if not on_card:
         report.row("nccl", "needs a card")
-    for transport, dtype in (("nccl", "float64"), ("gloo", "float64"), ("nccl", "float32")) if on_card else (
-            ("gloo", "float64"), ("gloo", "float32")):
+    for transport, dtype in (
+        (("nccl", "float64"), ("gloo", "float64"), ("nccl", "float32"))
+        if on_card
+        else (("gloo", "float64"), ("gloo", "float32"))
+    ):
         try:
             survive_a_death(report, turn.device, transport, dtype, fork_server)
         except Exception as error:
             traceback.print_exc()
-            report.row(f"{dtype}, {transport}: failed", first_line(error), transport=transport, works=False)
+            report.row(
+                f"{dtype}, {transport}: failed", first_line(error), transport=transport, works=False
+            )
             fork_server.kill_all()
 
 
@@ -98,11 +121,17 @@ def chaos(turn: Turn, report: Report, fork_server: ForkServer) -> None:
 
 
 END_SECONDS = 12.0
-"""Time, in seconds, that is reserved for the end of a run and the rows of its measurements."""
+"""Time, in seconds, reserved for a run's end and the rows of its measurements."""
 STEPS: dict[str, Callable[[Turn, Report, ForkServer], None]] = {
-    "what is there": machine, "two processes": two_processes, "conformance": conformance,
-    "a death survived": deaths, "large layers": large_layers, "memory": memory, "pipelining": pipelining,
-    "chaos": chaos}
+    "what is there": machine,
+    "two processes": two_processes,
+    "conformance": conformance,
+    "a death survived": deaths,
+    "large layers": large_layers,
+    "memory": memory,
+    "pipelining": pipelining,
+    "chaos": chaos,
+}
 
 
 def first_line(error: BaseException) -> str:

@@ -20,20 +20,29 @@ WRONG_RUNS = 5
 """Number of failed runs after which the step ends."""
 
 
-def storm(report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float) -> None:
+def storm(
+    report: Report, device: str, transport: str, fork_server: ForkServer, seconds: float
+) -> None:
     """Run the step."""
     torch.set_num_threads(1)
-    options = make_parser().parse_args(["--grid", "2x2", "--iterations", "40", *(f"--kind={kind}" for kind in KINDS)])
+    options = make_parser().parse_args(
+        ["--grid", "2x2", "--iterations", "40", *(f"--kind={kind}" for kind in KINDS)]
+    )
     total, leaks, until, wrong = Tally(), Leaks(), time.monotonic() + seconds, list[str]()
     for seed in itertools.count(FIRST_SEED):
         if time.monotonic() > until - RUN_SECONDS or len(wrong) == WRONG_RUNS:
             return
-        one = Tally()
-        failed = one_run(seed, options, fork_server, leaks, one, training(device, transport))
-        total.join(one)
+        run_tally = Tally()
+        failed = one_run(seed, options, fork_server, leaks, run_tally, training(device, transport))
+        total.join(run_tally)
         if failed is not None:
             wrong.append(f"seed {seed}: {failed.splitlines()[0]}")
             report.row(f"chaos, seed {seed}", failed.splitlines()[0], works=False)
         lines = total.report().splitlines()
-        report.row("chaos", f"{'; '.join(lines)}{'' if total.deviation <= TOLERANCE else ', too large'}; "
-                   f"{len(wrong)} runs went wrong", events=total.events, deviation=total.deviation)
+        report.row(
+            "chaos",
+            f"{'; '.join(lines)}{'' if total.deviation <= TOLERANCE else ', too large'}; "
+            f"{len(wrong)} runs went wrong",
+            events=total.events,
+            deviation=total.deviation,
+        )

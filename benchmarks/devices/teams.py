@@ -1,17 +1,18 @@
-"""Run the checks of `benchmarks.conformance` for workers in separate processes, as NCCL demands on one card.
+"""Run the checks of `benchmarks.conformance` for workers in separate processes.
 
-A check is a function of a team, and calls the members one by one. Here all processes run the same check at the same
-time. Whatever concerns one member is carried out in its process, and its outcome is sent to the others, so that all of
-them take the same path. A call in the check's main thread begins once all processes are there, and what `begin` starts
-runs in a thread of its owner, as in a team of threads. Tensors that such a call has changed are copied to all
-processes.
+NCCL demands that on one card. A check is a function of a team, and calls the members one by one.
+Here all processes run the same check at the same time. Whatever concerns one member is carried out
+in its process, and its outcome is sent to the others, so that all of them take the same path. A
+call in the check's main thread begins once all processes are there, and what `begin` starts runs in
+a thread of its owner, as in a team of threads. Tensors that such a call has changed are copied to
+all processes.
 """
 
 import pickle
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -56,36 +57,41 @@ class Agreement:
         self.given: dict[int, list[Tensor]] = defaultdict(list)
         """Tensors that calls of each member may change."""
         self.inside = threading.local()
-        """Thread-local data, with `owner` in threads that `begin` has started, which call objects of the owner
-        directly."""
+        """Thread-local data, with `owner` in threads of `begin`, which call its objects directly.
+        """
 
     def outcome(self, owner: int, call: Callable[[], Any]) -> Any:
-        """Return what a call returns or raises in its owner's process, once all processes are here."""
+        """Return what a call returns or raises in its owner's process.
+
+        All processes wait for each other first.
+        """
         self._number += 1
         key = f"{self._name} {self._number}"
         self._store.add(f"{key} here", 1)
         if owner == self.place:
             self._wait(lambda: self._store.add(f"{key} here", 0) == self._size)
             try:
-                told = True, self.portable(call())
+                result = True, self.portable(call())
             except Exception as error:
-                told = False, error
-            self._store.set(key, pickle.dumps(told))
+                result = False, error
+            self._store.set(key, pickle.dumps(result))
         else:
             self._wait(lambda: self._store.check([key]))
-            told = pickle.loads(self._store.get(key))  # noqa: S301  # of a process of this step
-        well, value = told
+            result = pickle.loads(self._store.get(key))  # noqa: S301  # of a process of this step
+        well, value = result
         if not well:
             raise value
         return self.local(value)
 
     def fail(self) -> None:
-        """Report that this process has left the check, so that the others need not wait for it."""
+        """Report that this process has left the check; the others need not wait."""
         self._store.add(f"{self._name} failed", 1)
 
     def portable(self, value: Any) -> Any:
-        """Return what represents a value in other processes: objects are numbered, and tensors are copied to the
-        CPU."""
+        """Return what represents a value in other processes.
+
+        Objects are numbered, and tensors are copied to the CPU.
+        """
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, Tensor):
@@ -93,9 +99,9 @@ class Agreement:
         if isinstance(value, Elsewhere):
             return value.reference
         if isinstance(value, Mapping):
-            return {key: self.portable(one) for key, one in value.items()}
+            return {key: self.portable(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.portable(one) for one in value]
+            return [self.portable(item) for item in value]
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._kept)
             self._kept.append(value)
@@ -110,8 +116,10 @@ class Agreement:
                 self._objects[key] = Elsewhere(self, value, there)
             return self._objects[key]
         if isinstance(value, dict):
-            return {key: self.local(one) for key, one in value.items()}
-        return [self.local(one) for one in value] if isinstance(value, list) else value
+            return {key: self.local(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.local(item) for item in value]
+        return value
 
     def share(self, owner: int, value: object) -> Any:
         """Return an object that exists only in its owner's process."""
@@ -135,7 +143,10 @@ class _Reference(NamedTuple):
 
 
 class Elsewhere:
-    """Proxy of an object of one member's process, in which its methods run. All processes get the results."""
+    """Proxy of an object of one member's process, in which its methods run.
+
+    All processes get the results.
+    """
 
     def __init__(self, agreement: Agreement, reference: _Reference, there: object) -> None:
         self._agreement, self.reference, self.there = agreement, reference, there
@@ -146,10 +157,12 @@ class Elsewhere:
         return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        if getattr(self._agreement.inside, "owner", None) == self.reference.owner:  # it was looked up before
+        # It was looked up before.
+        if getattr(self._agreement.inside, "owner", None) == self.reference.owner:
             return getattr(self.there, name)(*arguments, **named)
-        return self._agreement.outcome(self.reference.owner,
-                                       lambda: getattr(self.there, name)(*_own(arguments), **named))
+        return self._agreement.outcome(
+            self.reference.owner, lambda: getattr(self.there, name)(*_own(arguments), **named)
+        )
 
 
 class Begun:
@@ -164,13 +177,17 @@ class Begun:
 
     def exception(self, timeout: float) -> BaseException | None:
         """Wait for the end of the call, and return what it has raised."""
-        return cast(BaseException | None, self._agreement.outcome(
-            self._owner, lambda: self._future.exception(timeout)))
+        return cast(
+            BaseException | None,
+            self._agreement.outcome(self._owner, lambda: self._future.exception(timeout)),
+        )
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end of the call, and return its result."""
         given = self._agreement.given[self._owner]
-        result, tensors = self._agreement.outcome(self._owner, lambda: (self._future.result(timeout), given))
+        result, tensors = self._agreement.outcome(
+            self._owner, lambda: (self._future.result(timeout), given)
+        )
         for mine, theirs in zip(given, tensors, strict=True):
             if self._owner != self._agreement.place:
                 mine.copy_(theirs)
@@ -184,9 +201,13 @@ class ProcessTeam(Team):
         self.store = connect_store(address)
         self.ordered = "gloo" not in transport
         self._agreement = agreement
-        device = torch.device("cuda", agreement.place % torch.cuda.device_count()) if transport in {STAGED, NCCL} \
+        device = (
+            torch.device("cuda", agreement.place % torch.cuda.device_count())
+            if transport in {STAGED, NCCL}
             else torch.device("cpu")
-        self.members = [Member(worker, device, GroupCache("nccl" if self.ordered else "gloo")) for worker in WORKERS]
+        )
+        backend = "nccl" if self.ordered else "gloo"
+        self.members = [Member(worker, device, GroupCache(backend)) for worker in WORKERS]
         self._ranks = {worker: rank for rank, worker in enumerate(WORKERS)}
         self._pool = ThreadPoolExecutor(2 * len(WORKERS))
         self._sessions: list[GenerationSession] = []
@@ -195,9 +216,12 @@ class ProcessTeam(Team):
         """Return a session that is not connected."""
         owner, made = self._ranks[member.worker], None
         if owner == self._agreement.place:
-            made = GenerationSession(Membership(order, self._ranks, member.worker), links=member.links,
-                                     device=member.device,
-                                     store=self.store)
+            made = GenerationSession(
+                Membership(order, self._ranks, member.worker),
+                links=member.links,
+                device=member.device,
+                store=self.store,
+            )
             self._sessions.append(made)
         return cast(GenerationSession, self._agreement.share(owner, made))
 
@@ -211,12 +235,15 @@ class ProcessTeam(Team):
 
         future = super().begin(member, work) if owner == self._agreement.place else Future[Any]()
         given = self._agreement.given[owner]
-        given += [one for one in _tensors(arguments) if not any(one is known for known in given)]
+        new = [*_tensors(arguments)]
+        for kept in list(given):
+            new = [tensor for tensor in new if tensor is not kept]
+        given += new
         return cast("Future[Any]", Begun(self._agreement, owner, future))
 
 
 def _own(value: Any) -> Any:
-    """Return the arguments of a call in its owner's process, with proxies replaced by their objects."""
+    """Return a call's arguments in its owner's process, with objects for proxies."""
     if isinstance(value, Elsewhere):
         return value if value.there is None else value.there
     if isinstance(value, list | tuple) and not isinstance(value, Member):
@@ -227,8 +254,13 @@ def _own(value: Any) -> Any:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    for one in value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ():
-        yield from _tensors(one)
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif type(value) in (list, tuple):
+        items = value
+    for item in items:
+        yield from _tensors(item)
 
 
 def check_transport(process: Process) -> None:
@@ -251,7 +283,11 @@ def check_transport(process: Process) -> None:
         try:
             CHECKS[name](team)
         except Exception as error:
-            wrong = str(error) if isinstance(error, NotConformingError) else f"{type(error).__name__}: {error}"
+            wrong = (
+                str(error)
+                if isinstance(error, NotConformingError)
+                else f"{type(error).__name__}: {error}"
+            )
             agreement.fail()
         finally:
             team.close()
@@ -276,8 +312,15 @@ class Checked(NamedTuple):
         return text if first is None else f"{text}; {first[0]}: {first[1]}"
 
 
-def check_in_processes(transport: str, fork_server: ForkServer, log: Path, seconds: float, names: Sequence[str] = (),
-                       told: Callable[[str], None] = lambda _: None, modules: Sequence[str] = ()) -> Checked:
+def check_in_processes(
+    transport: str,
+    fork_server: ForkServer,
+    log: Path,
+    seconds: float,
+    names: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda _: None,
+    modules: Sequence[str] = (),
+) -> Checked:
     """Run all checks, or those with the given names, within a time limit.
 
     Processes that have failed a check are replaced. They import `modules`.
@@ -286,8 +329,13 @@ def check_in_processes(transport: str, fork_server: ForkServer, log: Path, secon
     until = time.monotonic() + seconds
     while left and time.monotonic() < until:
         wrong, counts = None, Counter[str]()
-        tasks = [{"transport": transport, "checks": left, "modules": (*MODULES.get(transport, ()), *modules)}
-                 ] * len(WORKERS)
+        tasks = [
+            {
+                "transport": transport,
+                "checks": left,
+                "modules": (*MODULES.get(transport, ()), *modules),
+            }
+        ] * len(WORKERS)
         current, words = left[0], list[str]()
         with Crew(fork_server, f"{__name__}:check_transport", tasks, log) as crew:
             try:
@@ -305,10 +353,10 @@ def check_in_processes(transport: str, fork_server: ForkServer, log: Path, secon
             except CrewError as error:
                 words.append(str(error))
         if words and left:
-            wrong = next((one for one in words if not one.startswith("another worker")), words[0])
+            wrong = next(
+                (text for text in words if not text.startswith("another worker")), words[0]
+            )
             failures[left[0]] = wrong
-            told(f"{left[0]}: {wrong}")
+            tell(f"{left[0]}: {wrong}")
             left = left[1:]
     return Checked(passed, failures, len(left))
-
-

@@ -19,7 +19,9 @@ RATIOS = {"6.7B": "oobleck", "350M": "bamboo"}
 
 def averages(model: str, microbatches: int) -> dict[str, float]:
     """Return the mean samples per second by policy."""
-    throughputs = Throughputs(published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS)
+    throughputs = Throughputs(
+        published.published_job(model, microbatches), settle_seconds=published.SETTLE_SECONDS
+    )
     costs = costs_for(published.PARAMETERS[model], published.STAGES)
     traces = [published.published_trace(seed) for seed in range(SEEDS)]
     by_policy = simulate_traces(list(POLICIES.values()), throughputs, costs, traces)
@@ -38,28 +40,68 @@ def reproduce(progress: CountCallback) -> Figure:
     rows: list[tuple[Cell, ...]] = []
     for model in MODELS:
         for name in POLICIES:
-            values = [one[name] for one in found[model]]
+            values = [rates[name] for rates in found[model]]
             there = published.AVERAGES[model].get(name)
-            rows.append((model, name, there, round(values[nominal], 3), round(min(values), 3), round(max(values), 3)))
+            rows.append(
+                (
+                    model,
+                    name,
+                    there,
+                    round(values[nominal], 3),
+                    round(min(values), 3),
+                    round(max(values), 3),
+                )
+            )
     return Figure(
-        name="trace", title="Average over the published trace, 6 x 4 A100", kind="bars", x_label="",
-        y_label="average throughput / fault-free 1F1B", x=tuple(POLICIES),
-        series=tuple(one for model in MODELS for one in _series(model, found[model], nominal)),
-        header=("model", "policy", "published", f"simulated, {published.NOMINAL} micro-batches", "least", "most"),
-        rows=tuple(rows), findings=_findings(found),
-        assumptions=(*assumptions(), f"which workers leave is not published: the mean of {SEEDS} draws",
-                     "the published averages are of real runs, with whatever their reconfigurations cost there"))
+        name="trace",
+        title="Average over the published trace, 6 x 4 A100",
+        kind="bars",
+        x_label="",
+        y_label="average throughput / fault-free 1F1B",
+        x=tuple(POLICIES),
+        series=tuple(band for model in MODELS for band in _series(model, found[model], nominal)),
+        header=(
+            "model",
+            "policy",
+            "published",
+            f"simulated, {published.NOMINAL} micro-batches",
+            "least",
+            "most",
+        ),
+        rows=tuple(rows),
+        findings=_findings(found),
+        assumptions=(
+            *assumptions(),
+            f"which workers leave is not published: the mean of {SEEDS} draws",
+            "the published averages are of real runs, with whatever their reconfigurations cost "
+            "there",
+        ),
+    )
 
 
 def _series(model: str, found: list[dict[str, float]], nominal: int) -> list[Series]:
     scale = published.FAULT_FREE[model]
-    columns = [[one[name] / scale for one in found] for name in POLICIES]
+    columns = []
+    for name in POLICIES:
+        columns.append([rates[name] / scale for rates in found])
     points = published.AVERAGES[model]
+    # Not all policies were published.
+    shares: list[float | None] = []
+    for name in POLICIES:
+        shares.append(points[name] / scale if name in points else None)
     return [
-        Series(name=f"simulated, {model}", values=tuple(column[nominal] for column in columns),
-               low=tuple(map(min, columns)), high=tuple(map(max, columns))),
-        Series(name=f"published, {model}", published=True,
-               values=tuple(points[name] / scale if name in points else None for name in POLICIES))]
+        Series(
+            name=f"simulated, {model}",
+            values=tuple(column[nominal] for column in columns),
+            low=tuple(map(min, columns)),
+            high=tuple(map(max, columns)),
+        ),
+        Series(
+            name=f"published, {model}",
+            published=True,
+            values=tuple(shares),
+        ),
+    ]
 
 
 def _findings(found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
@@ -68,11 +110,13 @@ def _findings(found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         there = published.AVERAGES[model]
         findings[f"recycle / {peer}, {model}, published"] = there["recycle"] / there[peer]
         for number, microbatches in enumerate(published.MICROBATCHES):
-            one = found[model][number]
+            rates = found[model][number]
             for ours in ("recycle", "slipstream"):
-                findings[f"{ours} / {peer}, {model}, {microbatches} micro-batches"] = one[ours] / one[peer]
+                findings[f"{ours} / {peer}, {model}, {microbatches} micro-batches"] = (
+                    rates[ours] / rates[peer]
+                )
     for number, microbatches in enumerate(published.MICROBATCHES):
-        one = found["6.7B"][number]
+        rates = found["6.7B"][number]
         key = f"slipstream / work-conserving, {microbatches} micro-batches"
-        findings[key] = one["slipstream"] / one["work-conserving"]
+        findings[key] = rates["slipstream"] / rates["work-conserving"]
     return findings

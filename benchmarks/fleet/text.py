@@ -12,22 +12,53 @@ PARAMETERS = 4
 
 
 def benchmark_markdown(report: Report) -> str:
-    """Return the results of each policy in each case, the parameters that matter most, recovered shares, and
-    fidelity."""
-    parts = ["\n".join(f"- **{one.case.name}**: {one.case.title}; seeds: {one.seeds}" for one in report.cases)]
+    """Return the results in Markdown.
+
+    They are of each policy in each case, the parameters that matter most, recovered shares, and
+    fidelity.
+    """
+    parts = [
+        "\n".join(
+            f"- **{result.case.name}**: {result.case.title}; seeds: {result.seeds}"
+            for result in report.cases
+        )
+    ]
     for name, of in (("Goodput", goodput), ("ETTR", lambda measures: measures.ettr)):
-        rows = [(policy, *("" if one is None else shown(one) for one in spreads)) for policy, spreads in
-                by_case(report, of)]
-        parts += [f"{name}:", _table(("policy", *(one.case.name for one in report.cases)), rows)]
-    widest = [(result.case.name, row) for result in report.cases for row in result.sensitivity[:PARAMETERS]]
+        rows = []
+        for policy, spreads in by_case(report, of):
+            cells = [policy]
+            for spread in spreads:
+                cells.append("" if spread is None else shown(spread))
+            rows.append(cells)
+        parts += [
+            f"{name}:",
+            _table(("policy", *(result.case.name for result in report.cases)), rows),
+        ]
+    widest = [
+        (result.case.name, row)
+        for result in report.cases
+        for row in result.sensitivity[:PARAMETERS]
+    ]
     if widest:
-        parts += ["Which parameter matters, by goodput of slipstream:",
-                  _table(("case", "parameter", "at the first", "at the second"), [
-                      (name, row.parameter, f"{row.low:.1%}", f"{row.high:.1%}") for name, row in widest])]
+        parts += [
+            "Which parameter matters, by goodput of slipstream:",
+            _table(
+                ("case", "parameter", "at the first", "at the second"),
+                [
+                    (name, row.parameter, f"{row.low:.1%}", f"{row.high:.1%}")
+                    for name, row in widest
+                ],
+            ),
+        ]
     if report.returned:
         parts += ["What comes back:", _table(*returned_rows(report.returned))]
-    parts += ["How far models are from what they model:", _table(
-        ("policy", "figure", "published", "simulated", "off"), [one.cells for one in report.published])]
+    parts += [
+        "How far models are from what they model:",
+        _table(
+            ("policy", "figure", "published", "simulated", "off"),
+            [figure.cells for figure in report.published],
+        ),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

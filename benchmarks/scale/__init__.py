@@ -1,4 +1,6 @@
-"""Run the control plane at scale: the real coordinator, and workers that speak its protocol and compute nothing.
+"""Run the control plane at scale: the real coordinator, and fake workers.
+
+The workers speak its protocol and compute nothing.
 
     shapes      the job of so many workers, and its first schedule
     node_0      the coordinator, in a process of its own

@@ -1,21 +1,27 @@
-"""Measure how the control plane scales: from 16 workers to 16,384, with the real coordinator and fake workers.
+"""Measure how the control plane scales: from 16 workers to 16,384.
 
-    python -m benchmarks.scale [--workers 64 256 1024] [--phases start busy steady ahead death back restart]
-                               [--table DIR] [--plan-then] [--heartbeat-timeout 5] [--patience 120]
-                               [--profile FILE] [--json FILE]
+    python -m benchmarks.scale [--workers 64 256 1024] [--table DIR] [--plan-then]
+                               [--phases start busy steady ahead death back restart]
+                               [--heartbeat-timeout 5] [--patience 120] [--profile FILE]
+                               [--json FILE]
+
+The coordinator is the real one, the workers are fake.
 
 - start: all workers connect, prove that they know the secret, and get their first order;
 - busy: workers answer at once, so that this is the least that an iteration takes;
 - steady: iterations of a second, and the share of a core that node 0 needs for them;
-- ahead: possible next failures are planned for, until all of them are; otherwise a death is answered by a new plan;
-- death: one worker dies; from then until it is missed, all are told to stop, a schedule is planned (or looked up in
-  --table), the order is made, and the last survivor has it; bytes sent for it;
-- back: the dead worker comes back; the pause is from the last acknowledgement to the last worker's order;
-- restart: node 0 is killed, and another one continues with its workers; from the time at which that one listens.
+- ahead: possible next failures are planned for, until all of them are; otherwise a death is
+  answered by a new plan;
+- death: one worker dies; from then until it is missed, all are told to stop, a schedule is planned
+  (or looked up in --table), the order is made, and the last survivor has it; bytes sent for it;
+- back: the dead worker comes back; the pause is from the last acknowledgement to the last worker's
+  order;
+- restart: node 0 is killed, and another one continues with its workers; from the time at which that
+  one listens.
 
-Results are wall-clock seconds, and CPU seconds of node 0; those of the processes that it forks for plans are separate.
-Fake workers are all in one other process, which takes a core of its own: on two cores, CPU time tells more than the
-clock.
+Results are wall-clock seconds, and CPU seconds of node 0; those of the processes that it forks for
+plans are separate. Fake workers are all in one other process, which takes a core of its own: on two
+cores, CPU time tells more than the clock.
 """
 
 import argparse
@@ -33,7 +39,9 @@ from benchmarks.scale.cluster import Cluster, Found
 PHASES = ("start", "busy", "steady", "ahead", "death", "back", "restart")
 
 
-async def measure(workers: int, folder: Path, options: argparse.Namespace, console: Console) -> Found:
+async def measure(
+    workers: int, folder: Path, options: argparse.Namespace, console: Console
+) -> Found:
     """Run all phases with this number of workers."""
     cluster = Cluster(workers, folder, options)
     found: Found = {"workers": workers}
@@ -44,8 +52,11 @@ async def measure(workers: int, folder: Path, options: argparse.Namespace, conso
             if options.profile is not None and phase == options.profile_from:
                 cluster.profile()
             found[phase] = answer = await getattr(cluster, phase)()
-            console.print(f"{workers:>6,} {phase:7} " + ", ".join(map(_told, answer.items())), highlight=False,
-                          soft_wrap=True)
+            console.print(
+                f"{workers:>6,} {phase:7} " + ", ".join(map(_told, answer.items())),
+                highlight=False,
+                soft_wrap=True,
+            )
             if not answer["ok"]:
                 break
     finally:
@@ -56,13 +67,16 @@ async def measure(workers: int, folder: Path, options: argparse.Namespace, conso
 
 def _told(found: tuple[str, Any]) -> str:
     name, value = found
-    return f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value:,}" if type(value) is int \
-        else f"{name} {value}"
+    if isinstance(value, float):
+        return f"{name} {value:.3f}"
+    return f"{name} {value:,}" if type(value) is int else f"{name} {value}"
 
 
 def main() -> int:
     """Return 0 if all phases have come to their ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
     parser.add_argument("--table", type=Path)
@@ -73,15 +87,15 @@ def main() -> int:
     parser.add_argument("--profile-from", choices=PHASES, default="busy")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     console, rows = Console(), []
     for workers in options.workers:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(asyncio.run(measure(workers, Path(folder), options, console)))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(one[phase]["ok"] for one in rows for phase in options.phases if phase in one) else 1
+    return not all(row[phase]["ok"] for row in rows for phase in options.phases if phase in row)
 
 
 if __name__ == "__main__":

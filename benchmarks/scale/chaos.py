@@ -1,16 +1,18 @@
-"""Run the real control plane in virtual time, with workers that compute nothing and fail in all ways.
+"""Run the real control plane in virtual time, with workers that fail in all ways.
 
     python -m benchmarks.scale.chaos [--workers 1024] [--faults 200] [--seed 0] [--seconds 8]
 
-Node 0's event loop, its handshakes, frames and proofs, heartbeats, commits, orders, fetches and take-overs are those of
-any run. Schedules are scripted: the first one without the workers that are down, which takes a random time. Faults come
-one every `--seconds` on average: a worker dies; a node agent dies, with its workers; a machine, or a rack of them, dies
-without notice; node 0 dies; a worker is silent for less than the heartbeat timeout, or for longer. All that die come
-back.
+The workers compute nothing. Node 0's event loop, its handshakes, frames and proofs, heartbeats,
+commits, orders, fetches and take-overs are those of any run. Schedules are scripted: the first one
+without the workers that are down, which takes a random time. Faults come one every `--seconds` on
+average: a worker dies; a node agent dies, with its workers; a machine, or a rack of them, dies
+without notice; node 0 dies; a worker is silent for less than the heartbeat timeout, or for longer.
+All that die come back.
 
-At each step the benchmark checks that the run commits within two minutes of virtual time; that each iteration is
-committed once and in order; that no worker is told to continue from an iteration that it cannot reach by undoing at
-most one step; and that no worker is given up that lives and was heard.
+At each step the benchmark checks that the run commits within two minutes of virtual time; that each
+iteration is committed once and in order; that no worker is told to continue from an iteration that
+it cannot reach by undoing at most one step; and that no worker is given up that lives and was
+heard.
 """
 
 import argparse
@@ -39,7 +41,12 @@ from slipstream.runtime.events import LOSSES
 from slipstream.runtime.processes.process_manager import NodeProcesses
 from slipstream.runtime.processes.stop_signals import StopSignals
 from slipstream.runtime.protocol.rendezvous import LOOPBACK, Rendezvous, open_listener
-from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, ReadableCheckpoints, RecoveryReport, WorkerEnded
+from slipstream.runtime.protocol.to_coordinator import (
+    NOTHING_HELD,
+    ReadableCheckpoints,
+    RecoveryReport,
+    WorkerEnded,
+)
 from slipstream.runtime.protocol.to_node_agent import KillWorker, NodeSetup, NodeTaken, StartWorker
 from slipstream.runtime.protocol.to_worker import Acknowledged, Leave, ReportCheckpoints, Train
 from slipstream.schedules.schedule import Schedule, Worker
@@ -65,8 +72,10 @@ class BrokenError(AssertionError):
 class ChaosWorker(FakeWorker):
     """Fake worker that records how far it has stepped, and who has let it go."""
 
-    def __init__(self, world: "World", worker: Worker, epoch: int = 0, known: RecoveryReport | None = None) -> None:
-        super().__init__(cast(Any, world), worker, epoch, known)
+    def __init__(
+        self, world: "World", worker: Worker, epoch: int = 0, former: RecoveryReport | None = None
+    ) -> None:
+        super().__init__(cast(Any, world), worker, epoch, former)
         self.world, self.failed = world, ()
         self.stepped: int | None = None
         """Last stepped iteration, or None if the worker has no layers."""
@@ -98,7 +107,9 @@ class ChaosWorker(FakeWorker):
 class ChaosAgent(FakeAgent):
     """Fake agent that starts and ends the workers of its node."""
 
-    def __init__(self, world: "World", node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()) -> None:
+    def __init__(
+        self, world: "World", node: int, epoch: int = 0, alive: tuple[Worker, ...] = ()
+    ) -> None:
         super().__init__(node, epoch, alive)
         self.world, self.node, self.epoch = world, node, epoch
 
@@ -191,17 +202,35 @@ class World:
 
     def latency(self) -> float:
         """Return the latency of a delivery: mostly short, occasionally a second."""
-        return self.random.uniform(0.0, 0.02) if self.random.random() < 0.999 else self.random.uniform(0.1, 1.0)
+        return (
+            self.random.uniform(0.0, 0.02)
+            if self.random.random() < 0.999
+            else self.random.uniform(0.1, 1.0)
+        )
 
     # --- node 0
 
     def lead(self) -> None:
         """Start node 0, or continue where another node 0 has died."""
         behind = Rendezvous(LOOPBACK, self._port) if self._port else None
-        events = self._stack.enter_context(leading(
-            self.first, self.folder, cast(Marks, _Told(self)), cast(NodeProcesses, self.processes), behind=behind,
-            scheduler=self._without, timeout=TIMEOUT, faults_per_hour=10**6, absent=() if behind is None else [
-                worker for worker in self.every if self.node_of[worker] or worker not in self.live]))
+        absent = []
+        if behind is not None:
+            absent = [
+                worker for worker in self.every if self.node_of[worker] or worker not in self.live
+            ]
+        events = self._stack.enter_context(
+            leading(
+                self.first,
+                self.folder,
+                cast(Marks, _Told(self)),
+                cast(NodeProcesses, self.processes),
+                behind=behind,
+                scheduler=self._without,
+                timeout=TIMEOUT,
+                faults_per_hour=10**6,
+                absent=absent,
+            )
+        )
         listener, address = open_listener(None)
         self._stack.callback(listener.close)
         self._port = address.port
@@ -212,8 +241,10 @@ class World:
         assert self.serving is not None
         self.loop.nobody_serves()
         self.serving.cancel()
-        for one in (*self.live.values(), *self.agents.values()):
-            cast(virtual.Wire, one._transport).cut_silently() if one._transport is not None else None
+        for fake in (*self.live.values(), *self.agents.values()):
+            cast(
+                virtual.Wire, fake._transport
+            ).cut_silently() if fake._transport is not None else None
         with contextlib.suppress(asyncio.CancelledError):
             await self.serving
         self._stack.close()
@@ -223,8 +254,11 @@ class World:
 
     def _without(self, down: tuple[Worker, ...]) -> Schedule:
         gone = set(down)
-        return replace(self.first, failed=down, seats=tuple(
-            seat for seat in self.first.seats if seat.worker not in gone))
+        return replace(
+            self.first,
+            failed=down,
+            seats=tuple(seat for seat in self.first.seats if seat.worker not in gone),
+        )
 
     def told(self, what: str, more: dict[str, Any]) -> None:
         """Record what node 0 notes."""
@@ -233,7 +267,9 @@ class World:
 
     def _commit(self, iteration: int) -> None:
         if iteration != self.committed + 1:
-            self.raised = self.raised or BrokenError(f"iteration {iteration} is committed after {self.committed}")
+            self.raised = self.raised or BrokenError(
+                f"iteration {iteration} is committed after {self.committed}"
+            )
             raise self.raised  # node 0 fails with another error then
         self.longest = max(self.longest, self.loop.now - self.committed_at)
         self.committed, self.committed_at = iteration, self.loop.now
@@ -241,15 +277,20 @@ class World:
 
     # --- workers and agents
 
-    def start(self, worker: Worker, epoch: int = 0, known: RecoveryReport | None = None,
-              before: ChaosWorker | None = None) -> None:
+    def start(
+        self,
+        worker: Worker,
+        epoch: int = 0,
+        former: RecoveryReport | None = None,
+        before: ChaosWorker | None = None,
+    ) -> None:
         """Start a process of a worker, or let it look for another node 0."""
         node = self.node_of[worker]
-        if known is None and (worker in self.live or (node and node not in self.agents)):
+        if former is None and (worker in self.live or (node and node not in self.agents)):
             return
-        if known is None:
+        if former is None:
             self.ended[node].pop(worker, None)
-        fake = ChaosWorker(self, worker, epoch, known)
+        fake = ChaosWorker(self, worker, epoch, former)
         if before is not None:
             fake.stepped, fake.excused = before.stepped, before.excused
             fake.failed, fake.order, fake.begun = before.failed, before.order, before.begun
@@ -269,7 +310,7 @@ class World:
         self._join(agent, lambda: self.agents.get(node) is agent)
 
     def disconnected(self, fake: ChaosWorker) -> None:
-        """Handle a worker that has lost node 0: it was given up, or node 0 is gone."""
+        """Handle a worker that has lost node 0, which is gone or gave it up."""
         if self.live.get(fake.worker) is not fake:
             return
         if self.loop._serves is not None:
@@ -280,16 +321,21 @@ class World:
             self.live[fake.worker].known = None
         else:
             fake.ended = True
-            known = RecoveryReport(fake.order, fake.failed, fake.stepped, fake.kept, None, False, fake.begun)
-            self.start(fake.worker, fake.epoch, known, fake)
+            former = RecoveryReport(
+                fake.order, fake.failed, fake.stepped, fake.kept, None, False, fake.begun
+            )
+            self.start(fake.worker, fake.epoch, former, fake)
 
     def agent_disconnected(self, agent: ChaosAgent) -> None:
         """Handle a node that has lost node 0."""
         if self.agents.get(agent.node) is not agent:
             return
         if self.loop._serves is None:
-            self.start_agent(agent.node, agent.epoch, tuple(
-                worker for worker in self.shares[agent.node] if worker in self.live))
+            self.start_agent(
+                agent.node,
+                agent.epoch,
+                tuple(worker for worker in self.shares[agent.node] if worker in self.live),
+            )
         else:  # it was told to ask again
             del self.agents[agent.node]
             self.loop.call_later(self.random.uniform(*BACK), self._agent_back, agent.node)
@@ -303,7 +349,9 @@ class World:
         if self.live.get(fake.worker) is not fake:
             return
         if not fake.excused:
-            raise BrokenError(f"worker {fake.worker} {how} at {self.loop.now:.1f} s, although it lives")
+            raise BrokenError(
+                f"worker {fake.worker} {how} at {self.loop.now:.1f} s, although it lives"
+            )
         self.dies(fake.worker)
 
     def killed(self, worker: Worker) -> None:
@@ -343,7 +391,10 @@ class World:
     def trains(self, fake: ChaosWorker, message: Train) -> None:
         """Handle a worker that has an order."""
         if message.order > self.order:
-            self.order, self.members = message.order, frozenset(self.every).difference(message.failed)
+            self.order, self.members = (
+                message.order,
+                frozenset(self.every).difference(message.failed),
+            )
             self._acknowledged.clear()
             self._blocked = not self.members <= self.live.keys()
             self.count["orders"] += 1
@@ -355,7 +406,9 @@ class World:
             return
         fetched = before is None or message.restore is not None
         if not fetched and before not in {first - 1, first}:
-            raise BrokenError(f"worker {fake.worker} has stepped iteration {before}, and is to go on with {first}")
+            raise BrokenError(
+                f"worker {fake.worker} has stepped iteration {before}, and is to go on with {first}"
+            )
         self.count["undone"] += before == first and not fetched
         fake.stepped = first - 1
         fake.begins(message.order, first)
@@ -376,10 +429,18 @@ class World:
         """Handle a worker that stops."""
 
     def _compute(self, fake: ChaosWorker, iteration: int) -> None:
-        self.loop.call_later(self.length * self.random.uniform(0.8, 1.0), self._computed, fake, iteration, fake.order)
+        self.loop.call_later(
+            self.length * self.random.uniform(0.8, 1.0), self._computed, fake, iteration, fake.order
+        )
 
     def _computed(self, fake: ChaosWorker, iteration: int, order: int) -> None:
-        if self._blocked or self.live.get(fake.worker) is not fake or fake.ended or fake.order != order or not order:
+        if (
+            self._blocked
+            or self.live.get(fake.worker) is not fake
+            or fake.ended
+            or fake.order != order
+            or not order
+        ):
             return
         fake.stepped = iteration
         fake.ran(iteration)
@@ -395,20 +456,27 @@ class World:
     # --- faults
 
     def _may_die(self, workers: list[Worker]) -> bool:
-        """Return whether workers may die, so that each stage keeps a live member with its layers.
+        """Return whether workers may die: each stage keeps a live member with its layers.
 
         A process that was started again has none until an order that it is in.
         """
-        left = Counter(worker.column for worker in self.members & self.live.keys()
-                       if worker not in set(workers) and self.live[worker].stepped is not None)
+        left = Counter(
+            worker.column
+            for worker in self.members & self.live.keys()
+            if worker not in set(workers) and self.live[worker].stepped is not None
+        )
         return len(left) == self.stages
 
     def _nodes_die(self, nodes: list[int], *, silently: bool) -> bool:
         workers = [worker for node in nodes for worker in self.shares[node]]
-        is_starting = any(worker in self.live and self.live[worker].stepped is None for worker in workers)
-        is_empty = not all(any(worker in self.live for worker in self.shares[node]) for node in nodes)
+        is_starting = any(
+            worker in self.live and self.live[worker].stepped is None for worker in workers
+        )
+        is_empty = any(self.live.keys().isdisjoint(self.shares[node]) for node in nodes)
         if silently and (is_starting or is_empty) and virtual.SILENT_SECONDS > RETURN:
-            return False  # a machine with a worker that is not ready is missed once the system gives up its connections
+            # A machine with a worker that is not ready is missed once the system gives up its
+            # connections.
+            return False
         if not self._may_die(workers):
             return False
         for node in nodes:
@@ -437,14 +505,17 @@ class World:
                 return
         elif kind == "rack":
             first, size = self.random.choice(nodes), max(2, len(nodes) // RACKS)
-            if not self._nodes_die([node for node in range(first, first + size) if node in nodes], silently=True):
+            if not self._nodes_die(
+                [node for node in range(first, first + size) if node in nodes], silently=True
+            ):
                 return
         elif worker in self.live and self._may_die([worker]):
             longer = kind == "silence"
             fake = self.live[worker]
             fake.excused |= longer
-            fake.silent_until = self.loop.now + TIMEOUT * (self.random.uniform(1.5, 4.0) if longer
-                                                           else self.random.uniform(0.1, 0.6))
+            fake.silent_until = self.loop.now + TIMEOUT * (
+                self.random.uniform(1.5, 4.0) if longer else self.random.uniform(0.1, 0.6)
+            )
         self.count[kind] += 1
 
     def look(self) -> None:
@@ -454,7 +525,9 @@ class World:
         if self.serving is not None and self.serving.done() and not self.serving.cancelled():
             raise self.serving.exception() or BrokenError("the run has ended")
         if self.loop.now - self.committed_at > PATIENCE:
-            raise BrokenError(f"nothing is committed since {self.committed_at:.1f} s, at {self.loop.now:.1f} s")
+            raise BrokenError(
+                f"nothing is committed since {self.committed_at:.1f} s, at {self.loop.now:.1f} s"
+            )
 
     @property
     def whole(self) -> bool:
@@ -463,14 +536,19 @@ class World:
 
     def missing(self) -> str:
         """Describe the workers that take no part, and why."""
-        return ", ".join(f"{worker} of node {self.node_of[worker]}" + (
-            "" if worker in self.live else ", which is dead") for worker in sorted(set(self.every) - (
-                self.members & self.live.keys())))
+        texts = []
+        for worker in sorted(set(self.every) - (self.members & self.live.keys())):
+            state = "" if worker in self.live else ", which is dead"
+            texts.append(f"{worker} of node {self.node_of[worker]}{state}")
+        return ", ".join(texts)
 
     def end(self) -> None:
         """Check that all files of the run are whole."""
         self._stack.close()
-        lines = [json.loads(line)["iteration"] for line in (self.folder / LOSSES).read_text().splitlines()]
+        lines = [
+            json.loads(line)["iteration"]
+            for line in (self.folder / LOSSES).read_text().splitlines()
+        ]
         if lines != list(range(len(lines))) or len(lines) < self.committed:
             raise BrokenError("the file of losses does not hold each iteration once, in order")
 
@@ -488,11 +566,18 @@ class _Told:
         """Ignore events of the run, which are counted by their effects."""
 
 
-def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float = 8.0,
-          say: Callable[[str], None] = lambda _: None) -> dict[str, float]:
-    """Inject the given number of faults, wait until all workers are back, and return what has happened.
+def chaos(
+    workers: int,
+    faults: int,
+    seed: int,
+    folder: Path,
+    *,
+    seconds: float = 8.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """Inject the given number of faults, and return what has happened.
 
-    Raises BrokenError and HangError.
+    It waits until all workers are back. Raises BrokenError and HangError.
     """
     found: dict[str, float] = {}
 
@@ -511,22 +596,31 @@ def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float 
             done, last = 0, loop.now
             while done < faults or not world.whole:
                 if done == faults and loop.now > last + RETURN:
-                    raise BrokenError(f"not back {RETURN:.0f} s after the last fault: {world.missing()}")
+                    raise BrokenError(
+                        f"not back {RETURN:.0f} s after the last fault: {world.missing()}"
+                    )
                 await asyncio.sleep(world.random.expovariate(1 / seconds) if done < faults else 1.0)
                 world.look()
                 if done < faults:
                     await world.fault()
                     done, last = done + 1, loop.now
                     if done % 20 == 0:
-                        say(f"{done} faults, {world.count['deaths']} deaths, {world.committed + 1} iterations, "
-                            f"{len(world.live)} live, {loop.now - virtual.BEGIN:.0f} s")
+                        say(
+                            f"{done} faults, {world.count['deaths']} deaths, "
+                            f"{world.committed + 1} iterations, {len(world.live)} live, "
+                            f"{loop.now - virtual.BEGIN:.0f} s"
+                        )
             until = world.committed + 2
             while world.committed < until:
                 await asyncio.sleep(1.0)
                 world.look()
             beating.cancel()
             world.end()
-            found.update(world.count, longest=round(world.longest, 1), seconds=round(loop.now - virtual.BEGIN))
+            found.update(
+                world.count,
+                longest=round(world.longest, 1),
+                seconds=round(loop.now - virtual.BEGIN),
+            )
 
     virtual.run(script)
     return found
@@ -534,7 +628,8 @@ def chaos(workers: int, faults: int, seed: int, folder: Path, *, seconds: float 
 
 @contextlib.contextmanager
 def _planned_later(world: World) -> Iterator[None]:
-    """Delay plans by up to some seconds of virtual time, in which more workers may die."""
+    """Delay plans by seconds of virtual time, in which more workers may die."""
+
     def background(work: Callable[[], Any], done: Callable[[Any], None], **_: object) -> None:
         asking = world.serving
 
@@ -550,16 +645,26 @@ def _planned_later(world: World) -> Iterator[None]:
 
 def main() -> int:
     """Return 0 if all promises were kept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=1024)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of virtual time from one fault to the next")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="of virtual time from one fault to the next"
+    )
     options = parser.parse_args()
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        found = chaos(options.workers, options.faults, options.seed, Path(folder), seconds=options.seconds,
-                      say=lambda line: print(line, flush=True))
+        found = chaos(
+            options.workers,
+            options.faults,
+            options.seed,
+            Path(folder),
+            seconds=options.seconds,
+            say=lambda line: print(line, flush=True),
+        )
     print(", ".join(f"{name} {value:,}" for name, value in sorted(found.items())))
     print(f"all promises kept; {time.process_time() - began:.0f} s of CPU")
     return 0

@@ -1,4 +1,4 @@
-"""Run fake workers phase by phase, and measure how long each part of node 0's work takes.
+"""Run fake workers phase by phase, and measure each part of node 0's work.
 
 All processes are on this machine, so that they share time.monotonic.
 """
@@ -30,9 +30,14 @@ AT_ONCE = 1000
 SPREAD = 0.1
 """Share of an iteration over which workers end it."""
 QUIET = 3.0
-"""Time, in seconds, without a plan after which nothing more is planned ahead. Node 0 may be busy between two plans."""
-BEATS, TICKS = 5, 50
-"""Number of heartbeats per timeout, and number of ticks of an interval over which they are spread."""
+"""Time, in seconds, without a plan after which nothing more is planned ahead.
+
+Node 0 may be busy between two plans.
+"""
+BEATS = 5
+"""Number of heartbeats per timeout."""
+TICKS = 50
+"""Number of ticks of an interval over which heartbeats are spread."""
 NOW = time.monotonic
 
 Found = dict[str, Any]
@@ -55,7 +60,11 @@ class Cluster:
 
     def __init__(self, workers: int, folder: Path, options: Any) -> None:
         self.pipelines, self.stages = grid_of(workers)
-        self.every = [Worker(pipeline, stage) for pipeline in range(self.pipelines) for stage in range(self.stages)]
+        self.every = [
+            Worker(pipeline, stage)
+            for pipeline in range(self.pipelines)
+            for stage in range(self.stages)
+        ]
         self.shares = shares_of(self.every)
         self._node_of = {worker: node for node, share in enumerate(self.shares) for worker in share}
         self.workers: dict[Worker, FakeWorker] = {}
@@ -76,7 +85,10 @@ class Cluster:
     # --- what workers tell
 
     def agent_of(self, worker: Worker) -> FakeAgent | None:
-        """Return the agent that gathers a worker's reports, or None if the worker reports to node 0 itself."""
+        """Return the agent that gathers a worker's reports.
+
+        None: the worker reports to node 0 itself.
+        """
         return self.agents.get(self._node_of[worker])
 
     def prepared(self, _: FakeWorker) -> None:
@@ -123,7 +135,10 @@ class Cluster:
         length = self.length
         begin = NOW() if not self.rounds else max(self._round_began + length, NOW() - length)
         self._round_began = begin
-        ends = sorted((begin + length - random.uniform(0, SPREAD * length), worker) for worker in order.members)
+        ends = sorted(
+            (begin + length - random.uniform(0, SPREAD * length), worker)
+            for worker in order.members
+        )
         for at, worker in ends:
             if at - NOW() > 0.001:
                 await asyncio.sleep(at - NOW())
@@ -147,13 +162,21 @@ class Cluster:
     async def launch(self, *more: str) -> None:
         """Start node 0, and wait until it listens."""
         marks, options = len(self.marks()), self._options
-        command = [sys.executable, "-m", "benchmarks.scale.node_0", str(self._count), str(self._folder), *more,
-                   "--heartbeat-timeout", str(options.heartbeat_timeout)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scale.node_0",
+            str(self._count),
+            str(self._folder),
+            *more,
+            "--heartbeat-timeout",
+            str(options.heartbeat_timeout),
+        ]
         command += [] if options.table is None else ["--table", str(options.table)]
         command += ["--plan-then"] if options.plan_then else []
         command += [] if options.profile is None else ["--profile", str(options.profile)]
         self._process = subprocess.Popen(command, stdout=sys.stderr)
-        while not (listens := [one for one in self.marks()[marks:] if one["what"] == "listens"]):
+        while not (listens := [mark for mark in self.marks()[marks:] if mark["what"] == "listens"]):
             await asyncio.sleep(0.02)
             if self._process.poll() is not None:
                 raise RuntimeError("node 0 has ended before it listened")
@@ -173,22 +196,23 @@ class Cluster:
         """Return the marks that node 0 has written."""
         path = self._folder / MARKS
         lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["at"] >= since]
+        return [mark for mark in map(json.loads, lines) if mark["at"] >= since]
 
     def cpu(self) -> float:
         """Return the CPU seconds of node 0's process."""
         return self._cpu(11)
 
     def cpu_of_plans(self) -> float:
-        """Return the CPU seconds of the processes that node 0 has forked and that have ended."""
+        """Return the CPU seconds of processes that node 0 has forked and that ended."""
         return self._cpu(13)
 
     def _cpu(self, first: int) -> float:
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[first:first + 2])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, fields[first : first + 2])) / os.sysconf("SC_CLK_TCK")
 
     def _plans(self) -> bool:
         """Return whether node 0 has a process that plans."""
+
         def children(thread: Path) -> str:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 return (thread / "children").read_text()
@@ -198,7 +222,10 @@ class Cluster:
 
     def megabytes(self) -> tuple[int, int]:
         """Return the current and peak resident memory of node 0."""
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
+        lines = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{self._pid}/status").read_text().splitlines()
+        )
         return int(lines["VmRSS"].split()[0]) // 1024, int(lines["VmHWM"].split()[0]) // 1024
 
     # --- phases; each gives what it found, and `ok`
@@ -211,8 +238,13 @@ class Cluster:
         await self._connect([*self.agents.values(), *self.workers.values()])
         connected = NOW() - began
         ok = await self._until(lambda: self._all_have_order(0))
-        return {"ok": ok, "connected": connected, "last order": NOW() - began, "CPU": self.cpu() - used,
-                "MB more": self.megabytes()[0] - before}
+        return {
+            "ok": ok,
+            "connected": connected,
+            "last order": NOW() - began,
+            "CPU": self.cpu() - used,
+            "MB more": self.megabytes()[0] - before,
+        }
 
     async def busy(self) -> Found:
         """Run iterations in which workers answer at once: the least that an iteration takes."""
@@ -220,8 +252,11 @@ class Cluster:
         first, began, used = len(self.rounds), NOW(), self.cpu()
         await self._until(lambda: NOW() - began > 5 and len(self.rounds) > first + 1)
         rounds = len(self.rounds) - first
-        return {"ok": rounds > 0, "seconds": (NOW() - began) / max(1, rounds),
-                "CPU": (self.cpu() - used) / max(1, rounds)}
+        return {
+            "ok": rounds > 0,
+            "seconds": (NOW() - began) / max(1, rounds),
+            "CPU": (self.cpu() - used) / max(1, rounds),
+        }
 
     async def steady(self) -> Found:
         """Run iterations of a second."""
@@ -232,8 +267,14 @@ class Cluster:
         rounds = await self._rounds(6)
         took = NOW() - began
         late = sorted(self.latencies) or [float("nan")]
-        return {"ok": rounds > 0, "iteration": took / max(1, rounds), "of a core": (self.cpu() - used) / took,
-                "acknowledged, median": statistics.median(late), "worst": late[-1], "MB": self.megabytes()[0]}
+        return {
+            "ok": rounds > 0,
+            "iteration": took / max(1, rounds),
+            "of a core": (self.cpu() - used) / took,
+            "acknowledged, median": statistics.median(late),
+            "worst": late[-1],
+            "MB": self.megabytes()[0],
+        }
 
     async def ahead(self) -> Found:
         """Wait until the answers to all possible next failures are planned."""
@@ -246,8 +287,13 @@ class Cluster:
             return NOW() - last > QUIET
 
         ok = await self._until(quiet)
-        return {"ok": ok, "seconds": last - began, "CPU": self.cpu() - used, "of plans": self.cpu_of_plans() - planning,
-                "MB": self.megabytes()[0]}
+        return {
+            "ok": ok,
+            "seconds": last - began,
+            "CPU": self.cpu() - used,
+            "of plans": self.cpu_of_plans() - planning,
+            "MB": self.megabytes()[0],
+        }
 
     async def death(self) -> Found:
         """Let a worker die: its connection ends, and its node reports it."""
@@ -261,20 +307,34 @@ class Cluster:
         if node:
             self.agents[node].say(WorkerEnded(victim, -9))
         ok = await self._until(lambda: self._all_have_order(order.order))
-        found: Found = {"ok": ok, "CPU": self.cpu() - used, "CPU of its plan": self.cpu_of_plans() - planning}
+        found: Found = {
+            "ok": ok,
+            "CPU": self.cpu() - used,
+            "CPU of its plan": self.cpu_of_plans() - planning,
+        }
         marks = self.marks(killed)
-        for name, what in (("missed", "Failed"), ("plan asked", "PlanAsked"), ("planned", "PlanAnswered"),
-                           ("order made", "OrderGiven")):
-            found[name] = next((one["at"] - killed for one in marks if one["what"] == what), None)
+        for name, what in (
+            ("missed", "Failed"),
+            ("plan asked", "PlanAsked"),
+            ("planned", "PlanAnswered"),
+            ("order made", "OrderGiven"),
+        ):
+            found[name] = next(
+                (mark["at"] - killed for mark in marks if mark["what"] == what), None
+            )
         if order.ended:
             found["last told to stop"] = max(order.ended) - killed
         if ok and self.order is not None:
             at = sorted(self.order.received.values())
-            found |= {"first order": at[0] - killed, "last order": at[-1] - killed, "bytes": self._bytes() - sent}
+            found |= {
+                "first order": at[0] - killed,
+                "last order": at[-1] - killed,
+                "bytes": self._bytes() - sent,
+            }
             await self._rounds(1)
             found["first commit"] = self.rounds[-1] - killed
         else:
-            found["told"] = [one["text"] for one in marks if one["what"] == "told"][-3:]
+            found["told"] = [mark["text"] for mark in marks if mark["what"] == "told"][-3:]
         return found
 
     async def back(self) -> Found:
@@ -300,29 +360,47 @@ class Cluster:
         self._process.kill()
         self._process.wait()
         failed = tuple(sorted(set(self.every) - order.members))
-        known = {worker: (fake.epoch,
-                          RecoveryReport(fake.order, failed, fake.reached, fake.kept, None, False, fake.begun))
-                 for worker, fake in self.workers.items()}
-        for one in (*self.workers.values(), *self.agents.values()):
-            one.abort()
+        identities = {
+            worker: (
+                fake.epoch,
+                RecoveryReport(
+                    fake.order, failed, fake.reached, fake.kept, None, False, fake.begun
+                ),
+            )
+            for worker, fake in self.workers.items()
+        }
+        for fake in (*self.workers.values(), *self.agents.values()):
+            fake.abort()
         self.workers = {}
         await self.launch("--behind", str(port))
-        began, used, epoch = NOW(), self.cpu(), next(iter(known.values()))[0]
-        self.workers = {worker: FakeWorker(self, worker, *one) for worker, one in known.items()}
-        self.agents = {node: FakeAgent(node, epoch, tuple(worker for worker in share if worker in known))
-                       for node, share in enumerate(self.shares) if node}
+        began, used, epoch = NOW(), self.cpu(), next(iter(identities.values()))[0]
+        self.workers = {
+            worker: FakeWorker(self, worker, *identity) for worker, identity in identities.items()
+        }
+        self.agents = {}
+        for node, share in enumerate(self.shares):
+            if node:
+                workers = tuple(worker for worker in share if worker in identities)
+                self.agents[node] = FakeAgent(node, epoch, workers)
         await self._connect([*self.agents.values(), *self.workers.values()])
         connected = NOW() - began
         ok = await self._until(lambda: self._all_have_order(order.order))
         found: Found = {"ok": ok, "connected": connected, "CPU": self.cpu() - used}
         if ok and self.order is not None:
-            found |= {"last order": max(self.order.received.values()) - began, "found": len(self.order.received)}
+            found |= {
+                "last order": max(self.order.received.values()) - began,
+                "found": len(self.order.received),
+            }
         return found
 
     # --- helpers
 
     def _all_have_order(self, after: int) -> bool:
-        return self.order is not None and self.order.order > after and len(self.order.received) >= len(self.workers)
+        return (
+            self.order is not None
+            and self.order.order > after
+            and len(self.order.received) >= len(self.workers)
+        )
 
     def _bytes(self) -> int:
         return sum(fake.bytes for fake in self.workers.values())
@@ -335,11 +413,11 @@ class Cluster:
     async def _connect(self, fakes: list[Fake]) -> None:
         loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)
 
-        async def one(fake: Fake) -> None:
+        async def connect(fake: Fake) -> None:
             async with gate:
                 await loop.create_connection(lambda: fake, LOOPBACK, self._port)
 
-        await asyncio.gather(*map(one, fakes))
+        await asyncio.gather(*map(connect, fakes))
 
     async def _until(self, condition: Callable[[], bool]) -> bool:
         deadline = NOW() + self._options.patience

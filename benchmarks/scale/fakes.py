@@ -1,4 +1,4 @@
-"""Define fake workers and node agents, which speak the protocol of the project and compute nothing."""
+"""Define fake workers and node agents, which speak the protocol and compute nothing."""
 
 import asyncio
 import time
@@ -28,7 +28,14 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerStatus,
 )
 from slipstream.runtime.protocol.to_node_agent import ReportsAcknowledged
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Leave, ReportStatus, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Fetch,
+    Leave,
+    ReportStatus,
+    Train,
+)
 from slipstream.schedules.measured_trace import OpTime
 from slipstream.schedules.schedule import OpKind, Worker
 
@@ -53,7 +60,7 @@ class Fake(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Handle the end of the connection: node 0 is gone, or has given this worker up."""
+        """Handle the connection's end: node 0 is gone, or has given this worker up."""
         self._transport = None
 
     @property
@@ -88,7 +95,9 @@ class Fake(asyncio.Protocol):
     def _shake_hands(self, data: bytes) -> bytes:
         self._received += data
         if self._answer is None and len(self._received) >= GREETING_BYTES:
-            self._answer = ChallengeAnswer(SECRET, "control", bytes(self._received[:GREETING_BYTES]))
+            self._answer = ChallengeAnswer(
+                SECRET, "control", bytes(self._received[:GREETING_BYTES])
+            )
             del self._received[:GREETING_BYTES]
             assert self._transport is not None
             self._transport.write(self._answer.hello)
@@ -133,11 +142,17 @@ class FakeAgent(Fake):
 
 
 class FakeWorker(Fake):
-    """Worker that steps when the cluster says so, and passes orders and acknowledgements to the cluster."""
+    """Worker that steps on demand, and passes orders and acknowledgements to the cluster."""
 
-    def __init__(self, cluster: "Cluster", worker: Worker, epoch: int = 0, known: RecoveryReport | None = None) -> None:
+    def __init__(
+        self,
+        cluster: "Cluster",
+        worker: Worker,
+        epoch: int = 0,
+        former: RecoveryReport | None = None,
+    ) -> None:
         super().__init__(JoinWorker(worker, epoch), to_worker.decode)
-        self._cluster, self.worker, self.known = cluster, worker, known
+        self._cluster, self.worker, self.known = cluster, worker, former
         self.epoch = epoch
         self.order = 0
         """Number of the order in which the worker takes part, or 0."""
@@ -145,17 +160,27 @@ class FakeWorker(Fake):
         self.ended = False
         self.sent = 0.0
         layers = LAYERS_A_STAGE * worker.column, LAYERS_A_STAGE * (worker.column + 1)
-        self.kept = HeldState((layers,), tuple((layer, 0, ELEMENTS.total) for layer in range(*layers)))
-        self._times = tuple(OpTime(kind, worker.column, 2 * cluster.stages, 0.01)
-                            for kind in (OpKind.F, OpKind.I, OpKind.W))
+        self.kept = HeldState(
+            (layers,), tuple((layer, 0, ELEMENTS.total) for layer in range(*layers))
+        )
+        self._times = tuple(
+            OpTime(kind, worker.column, 2 * cluster.stages, 0.01)
+            for kind in (OpKind.F, OpKind.I, OpKind.W)
+        )
 
     def take(self, message: object) -> None:
         """Do what node 0 says."""
         match message:
             case WorkerSetup():
                 self.epoch = message.epoch
-                self.say(Ready(self.worker, ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
-                               "folder", self.known))
+                self.say(
+                    Ready(
+                        self.worker,
+                        ((f"10.0.{self.worker.pipeline}.{self.worker.column}", 20000),),
+                        "folder",
+                        self.known,
+                    )
+                )
                 self._cluster.prepared(self)
             case Train():
                 self._cluster.trains(self, message)

@@ -1,11 +1,14 @@
-"""Measure the size of the files of a long run of thousands of workers, and the time to show its page.
+"""Measure the files of a long run of thousands of workers.
 
-    python -m benchmarks.scale.run_folder [--workers 4096] [--iterations 10000] [--every 100] [--out DIR]
+    python -m benchmarks.scale.run_folder [--workers 4096] [--iterations 10000] [--every 100]
+                                          [--out DIR]
 
-Writes a run's folder as node 0 does, with schedules that are planned for it: every so many iterations a machine of
-eight workers fails, the others continue at once, layers move while all train, a worker is slow for a while, and the
-machine comes back. Iterations take 5 s, 10 s at once and 6 s settled, with a spread of 1 %. Nothing computes them. Then
-`slipstream show --run` reads the folder: for the terminal, as JSON, and as a page.
+Measures their size, and the time to show the run's page. Writes a run's folder as node 0 does, with
+schedules that are planned for it: every so many iterations a machine of eight workers fails, the
+others continue at once, layers move while all train, a worker is slow for a while, and the machine
+comes back. Iterations take 5 s, 10 s at once and 6 s settled, with a spread of 1 %. Nothing
+computes them. Then `slipstream show --run` reads the folder: for the terminal, as JSON, and as a
+page.
 """
 
 import argparse
@@ -34,7 +37,6 @@ from slipstream.runtime.events import (
     Failed,
     FetchBegun,
     FetchProgressed,
-    Finished,
     HandedOver,
     Iteration,
     Joined,
@@ -46,6 +48,7 @@ from slipstream.runtime.events import (
     PlanAsked,
     Recovered,
     Resumed,
+    RunFinished,
     Slowed,
     Started,
     encode,
@@ -64,28 +67,41 @@ class Folder:
     def __init__(self, folder: Path, workers: int, iterations: int, every: int) -> None:
         self.folder, self.iterations, self.every = folder, iterations, every
         self.job = job_of(workers)
-        self.all = [Worker(pipeline, stage) for pipeline in range(self.job.pipelines)
-                    for stage in range(self.job.stages)]
+        self.all = [
+            Worker(pipeline, stage)
+            for pipeline in range(self.job.pipelines)
+            for stage in range(self.job.stages)
+        ]
         self.at, self.iteration, self.order = 0.0, 0, 0
         self.random = random.Random(1)
         (folder / SCHEDULES).mkdir(parents=True)
 
     def write(self) -> None:
         """Write the whole folder."""
-        machines = shares_of(self.all)[::max(1, len(self.all) // 8 // PLANS)][:PLANS]
+        machines = shares_of(self.all)[:: max(1, len(self.all) // 8 // PLANS)][:PLANS]
         whole = self.planned(())
         degraded = [self.planned(machine) for machine in machines]
-        with (self.folder / EVENTS).open("wb") as self.events, (self.folder / LOSSES).open("wb") as self.losses, \
-                (self.folder / METRICS).open("wb") as self.metrics:
-            self.tell(Started(job=self.job.name, workers=len(self.all), iterations=self.iterations,
-                              samples=sum(self.job.microbatches), fault_free_period=SECONDS["whole"]))
+        with (
+            (self.folder / EVENTS).open("wb") as self.events,
+            (self.folder / LOSSES).open("wb") as self.losses,
+            (self.folder / METRICS).open("wb") as self.metrics,
+        ):
+            self.tell(
+                Started(
+                    job=self.job.name,
+                    workers=len(self.all),
+                    iterations=self.iterations,
+                    samples=sum(self.job.microbatches),
+                    fault_free_period=SECONDS["whole"],
+                )
+            )
             self.ordered(whole, "whole", len(self.all))
             while self.iteration < self.iterations:
                 self.commit(self.every // 2, "whole")
                 number = self.iteration // self.every % len(machines)
                 for event in self.failure(machines[number], whole, degraded[number]):
                     self.tell(event)
-            self.tell(Finished())
+            self.tell(RunFinished())
 
     def planned(self, down: tuple[Worker, ...] | list[Worker]) -> str:
         """Plan a schedule, write it, and return its digest."""
@@ -106,7 +122,9 @@ class Folder:
         yield PlanAnswered(down=down, phase="at once", took=0.4)
         self.ordered(degraded, "at once", live)
         yield Resumed(pause=0.5, live=live)
-        yield FetchBegun(fetch=self.order, purpose="settle", layers=64, workers=tuple(self.all[:64]))
+        yield FetchBegun(
+            fetch=self.order, purpose="settle", layers=64, workers=tuple(self.all[:64])
+        )
         for done in range(64):
             yield FetchProgressed(fetch=self.order, share=(done + 1) / 64)
         self.commit(self.every // 10, "at once")
@@ -124,7 +142,15 @@ class Folder:
     def ordered(self, digest: str, phase: Phase, live: int) -> None:
         """Write an order."""
         self.order += 1
-        self.tell(OrderGiven(order=self.order, schedule=digest, live=live, planned_period=SECONDS[phase], phase=phase))
+        self.tell(
+            OrderGiven(
+                order=self.order,
+                schedule=digest,
+                live=live,
+                planned_period=SECONDS[phase],
+                phase=phase,
+            )
+        )
 
     def commit(self, count: int, phase: Phase) -> None:
         """Write a number of iterations."""
@@ -132,23 +158,55 @@ class Folder:
             period = SECONDS[phase] * self.random.gauss(1, 0.01)
             self.at += period
             loss, now = round(11 * (self.iteration + 1) ** -0.1, 6), round(1.8e9 + self.at, 3)
-            self.losses.write(encode(Iteration(iteration=self.iteration, loss=loss, period=round(period, 6),
-                                               time=now)) + b"\n")
-            self.metrics.write(encode(Metrics(
-                iteration=self.iteration, loss=loss, validation_loss=None, gradient_norm=1.0, learning_rate=1e-4,
-                tokens_per_second=1e6, mfu=0.4, live=len(self.all), phase=phase, recoveries=self.order,
-                time=now)) + b"\n")
+            self.losses.write(
+                encode(
+                    Iteration(
+                        iteration=self.iteration, loss=loss, period=round(period, 6), time=now
+                    )
+                )
+                + b"\n"
+            )
+            self.metrics.write(
+                encode(
+                    Metrics(
+                        iteration=self.iteration,
+                        loss=loss,
+                        validation_loss=None,
+                        gradient_norm=1.0,
+                        learning_rate=1e-4,
+                        tokens_per_second=1e6,
+                        mfu=0.4,
+                        live=len(self.all),
+                        phase=phase,
+                        recoveries=self.order,
+                        time=now,
+                    )
+                )
+                + b"\n"
+            )
             self.iteration += 1
 
     def tell(self, event: Event) -> None:
         """Write an event, a millisecond after the previous one."""
         self.at += 0.001
-        self.events.write(encode(replace(event, time=round(1.8e9 + self.at, 3), seconds=round(self.at, 3),
-                                         iteration=self.iteration)) + b"\n")
+        self.events.write(
+            encode(
+                replace(
+                    event,
+                    time=round(1.8e9 + self.at, 3),
+                    seconds=round(self.at, 3),
+                    iteration=self.iteration,
+                )
+            )
+            + b"\n"
+        )
 
 
 def timed(*command: str) -> tuple[float, int]:
-    """Return the CPU seconds of a command, and the bytes that it printed. Raises CalledProcessError."""
+    """Return the CPU seconds of a command, and the bytes that it printed.
+
+    Raises CalledProcessError.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         printed = len(process.stdout.read())
@@ -161,7 +219,9 @@ def timed(*command: str) -> tuple[float, int]:
 
 def main() -> None:
     """Write a folder, and show it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=4096)
     parser.add_argument("--iterations", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=100)
@@ -174,7 +234,11 @@ def main() -> None:
             print(f"{path.relative_to(out)}: {path.stat().st_size / 1e6:.2f} MB")
         show = [sys.executable, "-m", "slipstream", "show", "--run", str(out)]
         page = out / "page.html"
-        for name, more in (("terminal", []), ("--json", ["--json"]), ("page", ["--html", str(page)])):
+        for name, more in (
+            ("terminal", []),
+            ("--json", ["--json"]),
+            ("page", ["--html", str(page)]),
+        ):
             cpu, printed = timed(*show, *more)
             print(f"{name}: {cpu:.2f} s of CPU, {printed:,} bytes printed")
         print(f"page: {page.stat().st_size / 1e6:.2f} MB")

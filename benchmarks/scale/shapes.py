@@ -1,4 +1,7 @@
-"""Define the job for a number of workers, its first schedule, and what node 0 and fake workers both know."""
+"""Define a job for a number of workers, and what node 0 and workers know.
+
+It has the first schedule, too.
+"""
 
 from pathlib import Path
 
@@ -20,17 +23,29 @@ ELEMENTS = ElementCounts(10**8)
 
 
 def grid_of(workers: int) -> tuple[int, int]:
-    """Return the number of pipelines and of stages. Raises ValueError if this number of workers makes no grid."""
-    stages = 4 if workers < 64 else 8 if workers < 256 else 16
+    """Return the number of pipelines and of stages.
+
+    Raises ValueError if this number of workers makes no grid.
+    """
+    stages = 16
+    if workers < 256:
+        stages = 4 if workers < 64 else 8
     if workers < 2 * stages or workers % stages:
-        raise ValueError(f"{workers} workers are no grid: give a multiple of {stages}, at least {2 * stages}")
+        raise ValueError(
+            f"{workers} workers are no grid: give a multiple of {stages}, at least {2 * stages}"
+        )
     return workers // stages, stages
 
 
 def job_of(workers: int) -> Job:
-    """Return a job with two micro-batches per stage, room for as many, and two layers per stage."""
+    """Return a job with room for two micro-batches, and two layers, per stage.
+
+    There are two micro-batches per stage.
+    """
     pipelines, stages = grid_of(workers)
-    return uniform_job(pipelines, stages, 2 * stages, capacity=2 * stages, layers=[LAYERS_A_STAGE] * stages)
+    return uniform_job(
+        pipelines, stages, 2 * stages, capacity=2 * stages, layers=[LAYERS_A_STAGE] * stages
+    )
 
 
 def first_schedule(job: Job, folder: Path) -> Schedule:
@@ -43,4 +58,7 @@ def first_schedule(job: Job, folder: Path) -> Schedule:
 
 def shares_of(workers: list[Worker]) -> list[list[Worker]]:
     """Return the workers of each node."""
-    return [list(share) for share in divide_workers_by_node(workers, max(1, len(workers) // WORKERS_A_NODE), ())]
+    return [
+        list(share)
+        for share in divide_workers_by_node(workers, max(1, len(workers) // WORKERS_A_NODE), ())
+    ]

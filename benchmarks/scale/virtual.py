@@ -1,7 +1,7 @@
-"""Simulate time: an event loop whose clock advances when nothing is left to do, and connections within one process.
+"""Simulate time: an event loop with a clock, and connections within one process.
 
-Everything else is what runs use: protocols, frames, proofs and queues. This module defines what takes time: each
-delivery, and plans.
+The clock advances when nothing is left to do. Everything else is what runs use: protocols, frames,
+proofs and queues. This module defines what takes time: each delivery, and plans.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class _Selector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return the files that are readable now, or advance the clock to the loop's next timer."""
+        """Return the readable files, or advance the clock to the next timer."""
         ready = super().select(0)
         if not ready and timeout is None:
             raise HangError("nothing will ever happen again")
@@ -55,8 +55,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Return the virtual time, in seconds."""
         return self.now
 
-    async def create_server(self, protocol_factory: Callable[[], asyncio.Protocol], *_: Any,  # type: ignore[override]
-                            sock: Any, **__: Any) -> Any:
+    async def create_server(
+        self,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        *_: Any,  # type: ignore[override]
+        sock: Any,
+        **__: Any,
+    ) -> Any:
         """Create the server. The socket is used only for its address."""
         self._serves = protocol_factory
         return sock
@@ -82,7 +87,9 @@ class Wire(asyncio.Transport):
 
     other: "Wire"
 
-    def __init__(self, loop: VirtualLoop, target: asyncio.Protocol, latency: Callable[[], float]) -> None:
+    def __init__(
+        self, loop: VirtualLoop, target: asyncio.Protocol, latency: Callable[[], float]
+    ) -> None:
         super().__init__()
         self._loop, self._target, self._latency = loop, target, latency
         self._unsent: list[bytes] = []
@@ -140,7 +147,8 @@ class Wire(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return a name, or a socket whose options nobody reads."""
-        return ("virtual", 0) if name == "peername" else _NO_SOCKET if name == "socket" else default
+        values = {"peername": ("virtual", 0), "socket": _NO_SOCKET}
+        return values.get(name, default)
 
 
 def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, None]]) -> None:

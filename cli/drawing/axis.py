@@ -6,7 +6,7 @@ import math
 def nice_step(span: float, count: int) -> float:
     """Return the smallest round step that divides `span` into at most `count` parts.
 
-    It is 1, 2 or 5 times a power of ten.
+    A round step is 1, 2 or 5 times a power of ten.
     """
     rough = max(span, 1e-12) / count
     power = 10 ** math.floor(math.log10(rough))
@@ -16,7 +16,10 @@ def nice_step(span: float, count: int) -> float:
 
 
 def label_times(seconds: float, step: float) -> list[tuple[float, str]]:
-    """Return (seconds, label) from 0 to before `seconds`, `step` apart: `0 ms`, `20`, `40`."""
+    """Return pairs (time, label) every `step` seconds, from 0 to before `seconds`.
+
+    Only the first label has the unit: `0 ms`, `20`, `40`.
+    """
     unit, name = next(
         ((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step * 2 >= unit),
         (1e-6, "us"),

@@ -25,7 +25,7 @@ COLOURS = (
 )
 MARKERS = "osD^vP"
 MAX_HORIZONTAL_NAMES = 8
-"""Maximum number of groups of bars whose names are not rotated, to avoid overlap."""
+"""Largest number of groups of bars whose names are horizontal; more names would overlap."""
 
 
 def draw_figure(figure: Figure) -> bytes:
@@ -70,6 +70,7 @@ def _plot_lines(axes: Axes, figure: Figure) -> None:
             )
             continue
         colour = next(colours)
+        # The first is seen where others lie on it.
         axes.plot(
             x,
             _floats(line.values),
@@ -77,7 +78,7 @@ def _plot_lines(axes: Axes, figure: Figure) -> None:
             color=colour,
             label=line.name,
             linewidth=1.5 if number else 4,
-        )  # the first is seen where others lie on it
+        )
         if line.low:
             axes.fill_between(
                 x, _floats(line.low), _floats(line.high), color=colour, alpha=0.13, linewidth=0
@@ -89,6 +90,7 @@ def _plot_lines(axes: Axes, figure: Figure) -> None:
 
 
 def _plot_bars(axes: Axes, figure: Figure) -> None:
+    # Drawn series stand side by side around the place of their group.
     places = np.arange(len(figure.x))
     drawn = [series for series in figure.series if not series.published]
     points = [series for series in figure.series if series.published]
@@ -106,6 +108,7 @@ def _plot_bars(axes: Axes, figure: Figure) -> None:
             capsize=2,
             error_kw={"linewidth": 0.9},
         )
+        # Published values lie on the bar that they belong to.
         if number < len(points) and len(points) == len(drawn):
             axes.plot(
                 at,
@@ -118,8 +121,12 @@ def _plot_bars(axes: Axes, figure: Figure) -> None:
                 zorder=5,
             )
     slanted: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(places, [textwrap.fill(str(label), 18) for label in figure.x], fontsize=8,
-                    **(slanted if len(figure.x) > MAX_HORIZONTAL_NAMES else {}))
+    axes.set_xticks(
+        places,
+        [textwrap.fill(str(label), 18) for label in figure.x],
+        fontsize=8,
+        **(slanted if len(figure.x) > MAX_HORIZONTAL_NAMES else {}),
+    )
 
 
 def _y_errors(series: Series) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]] | None":

@@ -10,10 +10,9 @@ MAX_HELD = 12
 def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
     """Return candidate labels of an op, most informative first.
 
-    Examples are `F3` for micro-batch 3, `f1.3` for a re-routed one of pipeline 1, `F1.3` for one
-    offloaded from there, and `F3:4-6` if the slice is no whole stage, but layers 4 to 6. `prime` is
-    appended to the number of the micro-batch, as a mark of stages after the first if a worker holds
-    several.
+    `F3` is micro-batch 3, `f1.3` a re-routed one of pipeline 1, `F1.3` one shed from there, and
+    `F3:4-6` a slice of layers 4 to 6. The text `prime` follows the number: it marks stages after
+    the first of a worker that holds several.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]
@@ -34,10 +33,9 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
 
 
 def worker_label(worker: Worker, schedule: Schedule) -> str:
-    """Return the label of a worker.
+    """Return a worker's label: `1.2`, or `1.2 as 0.1` if it fills another role.
 
-    `1.2`, or `1.2 as 0.1` in the role of another worker. The label also has the held layers if they
-    are not those of the role.
+    Held layers follow if they are not those of the role.
     """
     seat = schedule.seat_of.get(worker)
     if seat is None:

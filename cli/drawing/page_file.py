@@ -11,17 +11,20 @@ _FOLDER = files("slipstream.cli") / "page"
 
 
 def read_texts(*names: str) -> str:
-    """Return the concatenated text of these files of `cli/page/`, as styles or scripts."""
+    """Return the texts of these files of `cli/page/`, joined by line breaks."""
     return "\n".join((_FOLDER / name).read_text("utf-8") for name in names)
 
 
 def to_json(value: object) -> str:
-    """Encode a value as JSON for a script element of HTML, with `<` escaped."""
+    """Encode a value as JSON for a script element of HTML, with `<` escaped.
+
+    Raises ValueError for a number that is infinite or not a number.
+    """
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def pack_json(value: object) -> str:
-    """Encode a value as JSON, with zlib and base64, which the page decompresses on demand."""
+    """Encode a value as JSON, compressed by zlib, in base64, for the page to unpack."""
     return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 
@@ -36,9 +39,18 @@ def fill_page(
 ) -> str:
     """Return the HTML of `head.html` and the file `template`, with placeholders replaced.
 
-    Both are from `cli/page/`; a placeholder is `{{NAME}}`. TITLE is replaced by the escaped title,
-    STYLE and SCRIPT by the contents of the named files of `cli/page/`, DATA by `data`, and further
-    names by their HTML in `parts`; the last two are inserted unchanged.
+    Both are from `cli/page/`; a placeholder is `{{NAME}}`. Raises KeyError for one without a value.
+
+    Parameters
+    ----------
+    title
+        Title of the page, not yet escaped, for `{{TITLE}}`.
+    styles, scripts
+        Files of `cli/page/`, for `{{STYLE}}` and `{{SCRIPT}}`.
+    data
+        Text for `{{DATA}}`, inserted unchanged.
+    parts
+        HTML for further placeholders by their names, inserted unchanged.
     """
     whole = {
         "TITLE": escape(title),

@@ -13,15 +13,15 @@ from html import escape
 from slipstream.cli.drawing.axis import nice_step
 from slipstream.cli.drawing.svg_chart import nice_top
 from slipstream.cli.shared.summaries import as_percent, run_time
-from slipstream.runtime.events import FetchAbandoned, FetchBegun, Finished, HandedOver, Started
+from slipstream.runtime.events import FetchAbandoned, FetchBegun, HandedOver, RunFinished, Started
 from slipstream.runtime.run_record import GenerationRecord, RunRecord
 
 MAX_POINTS = 2000
-"""Approximate maximum of points of a chart; beyond, one is for several iterations."""
+"""Approximate maximum of points of a chart; in longer runs, a point is several iterations."""
 _MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)
 _SHORT_STEPS = tuple(factor * 10.0**power for power in range(-6, 1) for factor in (1, 2, 5))
 TIME_STEPS = (*_SHORT_STEPS, 10.0, 15.0, 30.0, *(60.0 * minutes for minutes in _MINUTES))
-"""Round numbers of seconds between axis labels; from a minute on, a clock's."""
+"""Round numbers of seconds between axis labels; from a minute on, those of a clock."""
 HEIGHT = 100
 """Height of every chart, in units of its `viewBox`."""
 
@@ -31,7 +31,7 @@ class Point:
     """Consecutive iterations that a chart shows as one point."""
 
     begin: float
-    """Time of the run, in seconds, at which the iteration before the first was committed."""
+    """Time of the run, in seconds, at which the first of these iterations began."""
     end: float
     first: int
     count: int
@@ -41,20 +41,22 @@ class Point:
     fastest: float
     """Throughput of the fastest single iteration, in samples per second."""
     loss: float | None
-    """Mean of the finite losses. None if there are none."""
+    """Mean of the finite losses; None if there are none."""
 
 
 def build_points(run: RunRecord) -> list[Point]:
-    """Return the points of a run, in order of time.
+    """Return the points of a run's charts, in order of time.
 
-    There are at most about `MAX_POINTS`, and at least one for each generation with iterations.
+    There are about `MAX_POINTS` at most, and at least one for each generation that committed an
+    iteration.
     """
+    # So many iterations are one point; a point never spans two generations.
     size = max(1, math.ceil(len(run.committed) / MAX_POINTS))
     samples = run.starts[-1].samples
     result = []
-    for stretch in run.stretches:
-        for begin in range(0, len(stretch.committed), size):
-            commits = stretch.committed[begin : begin + size]
+    for generation in run.generations:
+        for begin in range(0, len(generation.committed), size):
+            commits = generation.committed[begin : begin + size]
             seconds = [max(commit.took, 1e-6) for commit in commits]
             losses = [commit.loss for commit in commits if commit.loss is not None]
             took = sum(commit.took for commit in commits)
@@ -73,19 +75,21 @@ def build_points(run: RunRecord) -> list[Point]:
     return result
 
 
-def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
-    """Return the planned samples per second of a generation, `stretch`.
+def planned_rate(run: RunRecord, generation: GenerationRecord) -> float | None:
+    """Return the planned samples per second of a generation; None if they are not known.
 
-    None if unknown. If the run has measured the throughput with all workers, the result is the
-    planned share of that (`planned_share`); otherwise that of its first generation is scaled by the
-    planned periods. None before anything has been measured.
+    The rate is the generation's planned share of the throughput measured with all workers. Without
+    these two, it is the rate measured in the first generation that has a planned period, times this
+    period over that of `generation`.
     """
     samples = run.starts[-1].samples
     whole = run.full_grid_iteration_seconds
-    period = stretch.order.planned_period
-    if whole and stretch.planned_share is not None:
-        return stretch.planned_share * samples / whole
-    timed = (item for item in run.stretches if item.iteration_seconds and item.order.planned_period)
+    period = generation.order.planned_period
+    if whole and generation.planned_share is not None:
+        return generation.planned_share * samples / whole
+    timed = (
+        item for item in run.generations if item.iteration_seconds and item.order.planned_period
+    )
     first = next(timed, None)
     if first is None or first.iteration_seconds is None or not period:
         return None
@@ -93,11 +97,7 @@ def planned_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
 
 
 def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
-    """Return charts of a run as HTML, one below the other.
-
-    They show what it was doing (its phase), throughput, missing workers and loss. The points
-    `found` are those of `build_points`.
-    """
+    """Return HTML charts of a run; `found` has the points of throughput and loss."""
     return "\n".join(
         [
             _draw_phases(run),
@@ -109,7 +109,7 @@ def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def choose_ticks(total: float) -> list[float]:
-    """Return the times of labels, multiples of a round step from 0, in `total` seconds."""
+    """Return times in seconds for axis labels: multiples of a round step up to `total`."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
@@ -117,12 +117,13 @@ def choose_ticks(total: float) -> list[float]:
 def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
     planned = [
         (item.begin, item.end, rate)
-        for item in run.stretches
+        for item in run.generations
         if (rate := planned_rate(run, item)) is not None
     ]
     rates = [point.rate for point in found]
     rates += [rate for _, _, rate in planned]
     top = nice_top(max(rates, default=1.0))
+    # Where a point is several iterations, a band shows the slowest and the fastest of them.
     band = "".join(
         f"M{point.begin:.3f} "
         f"{_to_y(point.fastest, top)}H{point.end:.3f}V{_to_y(point.slowest, top)}"
@@ -140,11 +141,11 @@ def _draw_throughput(run: RunRecord, found: Sequence[Point]) -> str:
 def _draw_missing(run: RunRecord) -> str:
     """Return a chart, as HTML, of the number of missing workers over time."""
     workers = run.starts[-1].workers
-    missing = [(stretch, workers - stretch.order.live) for stretch in run.stretches]
+    missing = [(generation, workers - generation.order.live) for generation in run.generations]
     top = nice_top(float(max([count for _, count in missing], default=1)))
     area = "".join(
-        f"M{stretch.begin:.3f} {HEIGHT}V{_to_y(count, top)}H{stretch.end:.3f}V{HEIGHT}Z"
-        for stretch, count in missing
+        f"M{generation.begin:.3f} {HEIGHT}V{_to_y(count, top)}H{generation.end:.3f}V{HEIGHT}Z"
+        for generation, count in missing
     )
     return _draw_chart(
         run, "missing", "workers missing", top, f'<path class="area" d="{area}"/>', whole=True
@@ -165,39 +166,48 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 def _draw_phases(run: RunRecord) -> str:
     """Return a strip, as HTML, with the phase of each generation over time."""
     parts = [
-        f'<rect class="{stretch.order.phase.replace(" ", "-")}" x="{stretch.begin:.3f}" '
-        f'width="{stretch.end - stretch.begin:.3f}" '
-        f'height="{HEIGHT}"><title>{escape(describe_generation(stretch))}</title></rect>'
-        for stretch in run.stretches
+        f'<rect class="{generation.order.phase.replace(" ", "-")}" x="{generation.begin:.3f}" '
+        f'width="{generation.end - generation.begin:.3f}" '
+        f'height="{HEIGHT}"><title>{escape(describe_generation(generation))}</title></rect>'
+        for generation in run.generations
     ]
-    parts += [f'<rect class="starting" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
-              "<title>starting: workers start, and nothing trains yet</title></rect>"
-              for begin, end in find_starting(run)]
-    parts += [f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
-              "<title>settling: layers move while training continues</title></rect>"
-              for begin, end in find_settling(run)]
+    parts += [
+        f'<rect class="starting" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
+        "<title>starting: workers start, and nothing trains yet</title></rect>"
+        for begin, end in find_starting(run)
+    ]
+    parts += [
+        f'<rect class="settling" x="{begin:.3f}" width="{end - begin:.3f}" height="{HEIGHT}">'
+        "<title>settling: layers move while training continues</title></rect>"
+        for begin, end in find_settling(run)
+    ]
     return f'<div class="chart phases"><b>phase</b>{_svg(run, "".join(parts))}</div>'
 
 
-def describe_generation(stretch: GenerationRecord) -> str:
-    """Describe a generation of a run, `stretch`, in a few words.
-
-    They are its phase, live workers, beginning, and planned share of the throughput.
-    """
-    share = stretch.planned_share
+def describe_generation(generation: GenerationRecord) -> str:
+    """Describe a generation: phase, live workers, beginning, and planned throughput."""
+    share = generation.planned_share
     return (
-        f"{stretch.order.phase}, {stretch.order.live} workers, from {run_time(stretch.begin)} on"
+        f"{generation.order.phase}, {generation.order.live} workers, "
+        f"from {run_time(generation.begin)} on"
         + ("" if share is None else f", planned at {as_percent(share)} of fault-free")
     )
 
 
 def find_starting(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the (begin, end) seconds from each start of the run to its first generation."""
+    """Return intervals (begin, end), in seconds, from each start to its first generation.
+
+    A start without a generation lasts until the next start or the end of the run.
+    """
     starts = [happened.at for happened in run.events if isinstance(happened.event, Started)]
     intervals = []
     for start, following in zip(starts, [*starts[1:], run.seconds], strict=True):
         first = next(
-            (stretch.begin for stretch in run.stretches if start <= stretch.begin <= following),
+            (
+                generation.begin
+                for generation in run.generations
+                if start <= generation.begin <= following
+            ),
             following,
         )
         intervals.append((start, first))
@@ -205,18 +215,16 @@ def find_starting(run: RunRecord) -> list[tuple[float, float]]:
 
 
 def find_settling(run: RunRecord) -> list[tuple[float, float]]:
-    """Return the intervals in which workers copied layers for a rebalanced schedule.
-
-    They are (begin, end), in seconds of the run. Training continued meanwhile.
-    """
+    """Return intervals (begin, end), in seconds, in which layers moved while training continued."""
     intervals, begin_by_fetch = list[tuple[float, float]](), dict[int, float]()
     for happened in run.events:
+        # A copy ends when it is given up, when the workers use it, or with the run or its restart.
         match happened.event:
             case FetchBegun() if happened.event.purpose == "settle":
                 begin_by_fetch[happened.event.fetch] = happened.at
             case FetchAbandoned() | HandedOver() if happened.event.fetch in begin_by_fetch:
                 intervals.append((begin_by_fetch.pop(happened.event.fetch), happened.at))
-            case Started() | Finished():
+            case Started() | RunFinished():
                 intervals += [(begin, happened.at) for begin in begin_by_fetch.values()]
                 begin_by_fetch.clear()
     return intervals + [(begin, run.seconds) for begin in begin_by_fetch.values()]

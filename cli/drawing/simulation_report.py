@@ -1,7 +1,4 @@
-"""Write the report of a simulation as one HTML file.
-
-It needs no network and no fonts. A *reference line* is a policy that only limits the others.
-"""
+"""Write the report of a simulation as one HTML file, without network or fonts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
@@ -9,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.cli.drawing.report_page import build_document, build_table, colour_swatch
+from slipstream.cli.drawing.report_page import build_document, colour_swatch, render_table
 from slipstream.cli.drawing.svg_chart import StepLine, draw_bars, draw_steps
 from slipstream.planner.simulation import POLICIES, AvailabilityTrace, Cause, Comparison, PolicyRun
 
@@ -65,14 +62,21 @@ document.querySelectorAll('.legend input').forEach(box => box.addEventListener('
 """
 
 
-def build_report(
+def build_simulation_report(
     result: Comparison, *, job: str, shape: str, notes: Sequence[str], tokens: int | None = None
 ) -> bytes:
     """Return the report on a comparison of policies, an HTML file, as bytes.
 
-    Its title has `job`, the job's name, and `shape`, its size; `notes` are lines with further
-    assumptions. `tokens` is the number of tokens in a sample, or None if it is unknown.
+    Parameters
+    ----------
+    job, shape
+        The job's name and size, for the title.
+    notes
+        Further assumptions.
+    tokens
+        Number of tokens in a sample, or None if it is unknown.
     """
+    # First what differs most between policies, then details, and what was assumed last.
     shown = _initially_shown(result)
     parts = [
         f"<h1>{escape(job)}: what failures cost</h1>",
@@ -80,14 +84,14 @@ def build_report(
         f'<p class="lead">{escape(_compare_leader(result))}</p>',
         "<h2>Schedule and failures</h2>",
         f'<p class="dim">Hours lost against a job that always trains {result.best_rate:.4g} '
-        'samples a second, the '
+        "samples a second, the "
         "most that any of these makes with all workers alive: because the policy's own schedule is "
         "slower even then, and to failures. Shorter bars are better.</p>",
         _schedule_and_failures_chart(result),
         *_like_for_like(result),
         "<h2>Hours lost to failures, by cause</h2>",
         '<p class="dim">Hours are of each policy&rsquo;s own rate when whole, as in the table '
-        'above.</p>',
+        "above.</p>",
         _causes_chart(result),
         "<h2>Mean throughput</h2>",
         _throughput_table(result, tokens),
@@ -99,7 +103,7 @@ def build_report(
         _live_workers_chart(result),
         "<h2>Hours lost, in numbers</h2>",
         f'<p class="dim">Against a job that always trains {result.best_rate:.4g} samples a second, '
-        'as in the '
+        "as in the "
         "first chart.</p>",
         _lost_table(result),
         "<h2>What was assumed</h2>",
@@ -125,6 +129,7 @@ def _compare_leader(result: Comparison) -> str:
         f"{best} trains most: {runs[best].throughput:.4g} samples a second, "
         f"{result.goodput(best) or 0.0:.0%} of a cluster that never fails."
     )
+    # Our own two policies are not compared with each other.
     others = [name for name in order[1:] if not (name in OURS and best in OURS)]
     places = {"next": others[0]} if others else {}
     if len(others) > 1:
@@ -142,7 +147,12 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _compare_planned(result: Comparison, best: str) -> str:
-    """Return a sentence on the next policy if all run this planner's schedules."""
+    """Return a sentence comparing our policy `best` with the best other, given our schedules.
+
+    The other policies are simulated with this planner's schedules instead of theirs. The sentence
+    begins with a space. Empty if `best` is not ours, or no other trains anything.
+    """
+    # Only our own policies are on this planner's schedules already.
     if best not in OURS or not result.planned:
         return ""
     name, run = max(result.planned.items(), key=lambda item: item[1].throughput)
@@ -160,7 +170,10 @@ def _initially_shown(result: Comparison) -> set[str]:
 
 
 def summarize_comparison(result: Comparison) -> str:
-    """Return a line with the first policy's throughput and ratios to other systems'."""
+    """Return a line with the first policy's throughput and its ratios to those of others.
+
+    The first is that of `result.runs`; reference lines are left out.
+    """
     real = {
         name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
     }
@@ -190,14 +203,16 @@ def describe_trace(trace: AvailabilityTrace) -> str:
         for text in (f", {count} times {text}",)
     ]
     lost = f"{trace.machine_losses} worker{'s' * (trace.machine_losses != 1)} lost"
-    return (f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
-            f"{trace.mean_live_machines:.4g} of {trace.places} alive on average")
+    return (
+        f"{trace.name}: {trace.length_seconds / 3600:.4g} h, {lost}{''.join(more)}, "
+        f"{trace.mean_live_machines:.4g} of {trace.places} alive on average"
+    )
 
 
 def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) -> float | None:
     """Return the tokens trained in `run` per hour and GPU of the live workers.
 
-    Idle ones count; a sample has `tokens` tokens. None if that or the number of GPUs is unknown.
+    GPUs that idle count, too. None if the tokens of a sample are unknown, or no GPU was alive.
     """
     gpus = result.trace.mean_live_machines * result.trace.gpus_per_worker
     return run.throughput * tokens * 3600 / gpus if tokens and gpus else None
@@ -233,13 +248,23 @@ def _throughput_table(result: Comparison, tokens: int | None) -> str:
         cells += [f"{run.ettr:.1%}", goodput_text, three_digits(run.seconds_to_recover), spent_text]
         cells += [made_text] * bool(tokens)
         rows.append((reference, [*cells, switches]))
-    head = ("policy", "samples / s", "of the best", "when whole", "ETTR", "goodput", "s to recover",
-            "worker-hours / 1,000 samples", *(["tokens / GPU-hour"] * bool(tokens)), "switches")
-    return build_table(head, rows)
+    head = (
+        "policy",
+        "samples / s",
+        "of the best",
+        "when whole",
+        "ETTR",
+        "goodput",
+        "s to recover",
+        "worker-hours / 1,000 samples",
+        *(["tokens / GPU-hour"] * bool(tokens)),
+        "switches",
+    )
+    return render_table(head, rows)
 
 
 def three_digits(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100 on."""
+    """Format a number with up to three significant digits; from 100 on, as an integer."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -252,11 +277,11 @@ def _lost_table(result: Comparison) -> str:
     for name, row in lost.items():
         hours = [f"{max(0.0, row[cause]) / 3600:.2f}" for cause in shown]
         rows.append((False, (name, f"{sum(row.values()) / 3600:.2f}", *hours)))
-    return build_table(("hours lost", "in all", *shown), rows)
+    return render_table(("hours lost", "in all", *shown), rows)
 
 
 def _is_lost(lost: Mapping[str, Mapping[Cause, float]], cause: Cause) -> bool:
-    """Return whether a policy loses more than a second by this cause."""
+    """Return whether any policy loses more than a second by this cause."""
     return any(row[cause] > 1 for row in lost.values())
 
 
@@ -265,7 +290,7 @@ def _without_references(result: Comparison) -> dict[str, PolicyRun]:
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
-    """Return the unit of the time axis, "days" or "hours", and its seconds."""
+    """Return the unit of the time axis, "days" or "hours", and the seconds in one."""
     return ("days", 86400.0) if result.trace.length_seconds > 5 * 86400 else ("hours", 3600.0)
 
 
@@ -324,7 +349,7 @@ def _hours_by_cause(result: Comparison, name: str) -> dict[Cause, float]:
 
 
 def _schedule_and_failures_chart(result: Comparison) -> str:
-    """Return a chart of two colours, for hours lost to schedule and to failures."""
+    """Return a chart, as HTML, of hours lost to slower schedules, and to failures."""
     rows = {}
     for name in rank_policies(result):
         lost = _hours_by_cause(result, name)
@@ -339,11 +364,12 @@ def _schedule_and_failures_chart(result: Comparison) -> str:
     )
     hours = result.trace.length_seconds / 3600
     return f'<div class="legend">{legend}</div>' + draw_bars(
-        rows, colours, total=_find_axis_end(rows), x=f"hours lost, of {hours:,.4g}", unit="h")
+        rows, colours, total=_find_axis_end(rows), x=f"hours lost, of {hours:,.4g}", unit="h"
+    )
 
 
 def _like_for_like(result: Comparison) -> list[str]:
-    """Return a heading and a table of policies with their own and this planner's schedules."""
+    """Return HTML of a table of policies' results with their own and this planner's schedules."""
     rows = []
     for name in rank_policies(result):
         run, planned = result.runs[name], result.planned.get(name)
@@ -352,9 +378,16 @@ def _like_for_like(result: Comparison) -> list[str]:
             f"{run.fault_free_rate:.4g}",
             f"{result.failure_seconds(name) / 3600:.2f}",
         ]
-        cells += ["its own"] * 3 if planned is None else [
-            f"{planned.throughput:.4g}", f"{planned.fault_free_rate:.4g}",
-            f"{result.failure_seconds(name, planned=True) / 3600:.2f}"]
+        # A policy that plans its schedules anyway has no second run.
+        cells += (
+            ["its own"] * 3
+            if planned is None
+            else [
+                f"{planned.throughput:.4g}",
+                f"{planned.fault_free_rate:.4g}",
+                f"{result.failure_seconds(name, planned=True) / 3600:.2f}",
+            ]
+        )
         rows.append((False, (name, *cells)))
     head = (
         "policy",
@@ -368,15 +401,16 @@ def _like_for_like(result: Comparison) -> list[str]:
     return [
         "<h2>With the same schedules</h2>",
         '<p class="dim">Left: each policy with the schedules that it publishes. Right: with this '
-        'planner&rsquo;s, '
+        "planner&rsquo;s, "
         "as far as its way to handle failures allows. Hours are of its own rate when whole.</p>",
-        build_table(head, rows),
+        render_table(head, rows),
     ]
 
 
 def _causes_chart(result: Comparison) -> str:
     rows = {}
     for name in rank_policies(result):
+        # Relative to its own schedule without failures, a policy loses nothing by being slower.
         hours = {**_hours_by_cause(result, name), Cause.WHOLE: 0.0}
         own_rate = result.runs[name].fault_free_rate
         scale = result.best_rate / own_rate if own_rate else 1.0
@@ -385,7 +419,7 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
-    """Return the hours at which the axis ends for bars with these parts."""
+    """Return where the axis of stacked bars ends: the hours of the longest row."""
     return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 
@@ -394,8 +428,8 @@ def draw_hours_by_cause(
 ) -> str:
     """Return a chart, as HTML, with a stacked bar of lost hours for each policy.
 
-    A bar has a part for each cause, of `hours` in all, by policy and cause in `rows`. The axis ends
-    at `top`; None: at `hours`.
+    Of all `hours`, the argument `rows` has those lost, by policy and cause. The axis ends at `top`;
+    None: at `hours`.
     """
     legend = ""
     for cause in Cause:

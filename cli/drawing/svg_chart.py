@@ -1,4 +1,4 @@
-"""Draw SVG charts for pages that work offline: lines over time, and stacked bars."""
+"""Draw SVG charts for pages that work offline: lines over time, stacked bars, tornado charts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ LABEL_WIDTH = 44
 
 
 class StepLine(NamedTuple):
-    """Line of a chart, constant between edges of the x axis, with a value each."""
+    """Line of a chart: one value for each interval between edges of the x axis."""
 
     name: str
     colour: str
@@ -40,8 +40,12 @@ def draw_steps(
 ) -> str:
     """Return an SVG chart of lines that are constant between consecutive `edges`.
 
-    Edges are of the x axis. The y axis ends at a round number at or above `top`; None means the
-    largest value. The axes are named `x` and `y`.
+    Parameters
+    ----------
+    x, y
+        Names of the axes.
+    top
+        The y axis ends at a round number at or above it; None: the largest value.
     """
     if top is None:
         top = max((max(line.values) for line in lines), default=1.0)
@@ -56,10 +60,11 @@ def draw_steps(
         return TOP + height - value / high * height
 
     parts = [_open_svg(HEIGHT), *_draw_grid(begin, end, high, to_x, to_y), _draw_axis_names(x, y)]
+    # A line has two points for each value, at both edges of its interval.
     for line in lines:
         points = []
         for index, value in enumerate(line.values):
-            points += [f"{to_x(edge):.1f},{to_y(value):.1f}" for edge in edges[index:index + 2]]
+            points += [f"{to_x(edge):.1f},{to_y(value):.1f}" for edge in edges[index : index + 2]]
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
         hidden = ' style="display: none"' if line.hidden else ""
         stroke = 2.6 if line.thick else 1.4
@@ -81,10 +86,21 @@ def draw_bars(
 ) -> str:
     """Return a chart, as HTML, with a stacked bar for each row.
 
-    The sum of a bar's parts stands next to it. A row maps names of parts to values, and `colours`
-    maps these names to colours. A value of `total` fills the width. `x` is the name of the axis,
-    and `unit` follows the values in tooltips. There is an SVG for wide and one for narrow screens,
-    of which the page's style shows one: text has the same size in both.
+    The chart is two SVGs, for wide and for narrow screens, so that text has the same size on both.
+    The page's style shows one of them.
+
+    Parameters
+    ----------
+    rows
+        Values by the name of the row, then by the name of the part.
+    colours
+        Colours by the name of the part.
+    total
+        Value that fills the width.
+    x
+        Name of the axis.
+    unit
+        What follows the values in tooltips.
     """
     page = ""
     for name, whole in (("wide", WIDTH), ("narrow", NARROW_WIDTH)):
@@ -102,7 +118,7 @@ def _draw_bars(
     unit: str,
     whole: int,
 ) -> str:
-    """Return one SVG of `draw_bars`, `whole` units wide."""
+    """Return one of the two SVGs of `draw_bars`, `whole` SVG units wide."""
     height = TOP + len(rows) * (BAR + 8) + BOTTOM
     left = 150 if whole == WIDTH else 126
     width = whole - left - RIGHT - LABEL_WIDTH
@@ -115,6 +131,7 @@ def _draw_bars(
         parts.append(
             f'<text x="{left - 8}" y="{y + BAR / 2 + 4}" text-anchor="end">{escape(name)}</text>'
         )
+        # Parts follow each other; one too thin to be seen is left out.
         for part, value in values.items():
             wide = max(0.0, value) / total * width
             if wide > 0.05:
@@ -137,13 +154,13 @@ def _draw_bars(
 def draw_tornado(
     rows: Sequence[tuple[str, float, float]], *, usual: float, colours: tuple[str, str], x: str
 ) -> str:
-    """Return an SVG tornado chart.
+    """Return an SVG tornado chart: how far two settings move a result from `usual`.
 
-    For each row it shows how far each of two settings moves a result from its `usual` value. A row
-    is a name, the result at the first setting, and the result at the second one; `colours` are
-    those of the two settings. Results are shares, drawn as percentages on an axis named `x`.
+    A row is a name, the result at the first setting, and that at the second; `colours` are those of
+    the settings. Results are shares, drawn as percentages on an axis named `x`.
     """
     left, height = 330, TOP + len(rows) * (BAR + 8) + BOTTOM
+    # The axis spans all results, in round steps.
     values = [usual, *(value for _, *pair in rows for value in pair)]
     step = nice_step(max(max(values) - min(values), 0.001), 6)
     low, high = math.floor(min(values) / step) * step, math.ceil(max(values) / step) * step
@@ -157,6 +174,7 @@ def draw_tornado(
         _open_svg(height),
         *(_draw_mark(to_x(mark), height, f"{100 * mark:.4g} %") for mark in marks),
     ]
+    # A row is two half bars, each from the usual value to one setting's.
     for number, (name, *pair) in enumerate(rows):
         y = TOP + number * (BAR + 8)
         parts.append(
@@ -169,10 +187,11 @@ def draw_tornado(
                 f'<rect x="{begin:.2f}" y="{y + half * BAR / 2}" '
                 f'width="{max(end - begin, 0.8):.2f}" '
                 f'height="{BAR / 2 - 1}" fill="{colour}"><title>{escape(name)}: '
-                f'{value:.2%}</title></rect>'
+                f"{value:.2%}</title></rect>"
                 f'<text x="{label_x:.1f}" y="{y + half * BAR / 2 + 10}" text-anchor="{anchor}" '
                 f'font-size="10">{value:.1%}</text>'
             )
+    # The line of the usual value covers the bars' ends.
     usual_x = to_x(usual)
     parts.append(
         f'<line class="axis" x1="{usual_x:.1f}" x2="{usual_x:.1f}" y1="{TOP - 4}" '
@@ -193,8 +212,13 @@ def _open_svg(height: float, width: int = WIDTH) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
 
 
-def _draw_grid(begin: float, end: float, high: float, place: Callable[[float], float],
-               level: Callable[[float], float]) -> list[str]:
+def _draw_grid(
+    begin: float,
+    end: float,
+    high: float,
+    place: Callable[[float], float],
+    level: Callable[[float], float],
+) -> list[str]:
     parts = []
     step = nice_step(high, 5)
     for index in range(round(high / step) + 1):
@@ -210,8 +234,10 @@ def _draw_grid(begin: float, end: float, high: float, place: Callable[[float], f
 
 def _draw_mark(at: float, height: float, label: str) -> str:
     """Return SVG of a vertical grid line at x coordinate `at`, with a label."""
-    return (f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
-            f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>')
+    return (
+        f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+        f'<text x="{at:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{label}</text>'
+    )
 
 
 def _draw_axis_names(x: str, y: str) -> str:

@@ -35,9 +35,9 @@ BOTTOM = 34
 WIDTH = 1000
 """Usual length of the time axis, in pixels."""
 MAX_WIDTH = 3000
-"""Maximum pixels of the time axis, which only re-routed ops' labels lengthen."""
+"""Maximum length of the time axis, in pixels; only re-routed and shed ops lengthen it."""
 LABEL_ROOM = 5
-"""Characters for which the shortest re-routed op has room, within `MAX_WIDTH`."""
+"""Number of characters that fit into re-routed or shed F, I and B, within `MAX_WIDTH`."""
 MAX_OPS = 200_000
 MAX_MARKS = 12
 """Maximum number of labels of the time axis."""
@@ -68,10 +68,13 @@ def draw_schedule(schedule: Schedule) -> bytes:
     if count > MAX_OPS:
         raise ValueError(f"{count} ops are too many for a picture (at most {MAX_OPS})")
     horizon = max((op.end_ticks for op in schedule.all_ops()), default=0) or 1
-    rows = {worker: TOP + worker.pipeline * PIPELINE_GAP + index * (ROW + GAP)
-            for index, worker in enumerate(schedule.grid.workers())}
+    rows = {
+        worker: TOP + worker.pipeline * PIPELINE_GAP + index * (ROW + GAP)
+        for index, worker in enumerate(schedule.grid.workers())
+    }
     width = _axis_width(schedule, horizon)
     height = max(rows.values()) + ROW + BOTTOM
+    # Long labels of workers widen the picture to the left.
     left = min(
         0, LEFT - 8 - CHARACTER * max(len(worker_label(worker, schedule)) for worker in rows)
     )
@@ -97,6 +100,7 @@ def _picture_title(schedule: Schedule) -> str:
 
 def _axis_width(schedule: Schedule, horizon: int) -> int:
     """Return the length in pixels of the time axis for a schedule of `horizon` ticks."""
+    # Ops of other pipelines have the longest labels; W may remain without one.
     foreign = [
         op.end_ticks - op.start_ticks
         for op in schedule.all_ops()
@@ -144,7 +148,11 @@ def _draw_row(
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Yield SVG of an op: a rectangle and, if there is room, a label."""
+    """Yield SVG of an op at height `y`; a tick is `scale` wide.
+
+    `chunk` is the number of the op's stage among its worker's, which differ in shade and label.
+    """
+    # The number of the op's stage among its worker's; reductions and steps are of all.
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
     x, width = LEFT + op.start_ticks * scale, (op.end_ticks - op.start_ticks) * scale
@@ -171,7 +179,11 @@ def _draw_box(
     line: str,
     inside: str,
 ) -> str:
-    """Return SVG of a rectangle in the colour and stripes of a kind of op."""
+    """Return SVG of a box for a kind of op.
+
+    The text `line` has its attributes, and `inside` its contents. It is lighter unless `chunk`, the
+    number of the op's stage among the worker's, is 0.
+    """
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [
         f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
@@ -190,7 +202,10 @@ def _draw_box(
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of an op with at most `room` characters. "" if none has."""
+    """Return the most informative label of at most `room` characters; "" if all are longer.
+
+    The text `prime` marks later stages of a worker, as in `op_labels`.
+    """
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
         foreign = schedule.origin(op) != "own"
@@ -202,6 +217,7 @@ def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
 def _draw_legend(schedule: Schedule, y: int) -> Iterator[str]:
     x = LEFT
     used = {op.kind for op in schedule.all_ops() if op.end_ticks > op.start_ticks}
+    # Only what the picture shows is explained.
     for kind in (kind for kind in OpKind if kind in used):
         yield _draw_box(kind, x, y - 11, 14, 14, 0, "", "")
         yield f'<text x="{x + 19}" y="{y}">{kind} {NAMES[kind]}</text>'

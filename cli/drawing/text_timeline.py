@@ -25,7 +25,7 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.symmetry import find_equal_pipelines
 
 FULL_ROWS = 32
-"""Largest number of workers with a row each in a measured iteration, all unlike."""
+"""Largest number of workers that all have a row in a measured iteration's drawing."""
 MAX_ROWS = 64
 """Maximum number of lines for workers if the height of the screen is unknown."""
 MIN_ROWS = 4
@@ -45,8 +45,8 @@ BUBBLE = "·"
 def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
     """Return a drawing of the planned iteration in `width` characters.
 
-    It has about `height` lines (None: up to `MAX_ROWS` lines of workers). Pipelines that run the
-    same programs are drawn once.
+    The drawing has about `height` lines; None: up to `MAX_ROWS` rows of workers. Pipelines that run
+    the same programs are drawn once.
     """
     blocks = _to_blocks(schedule, _max_rows(height), find_equal_pipelines(schedule))
     programs = {
@@ -79,10 +79,7 @@ def _max_rows(height: int | None) -> int:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Scale from ticks to `columns` columns of characters, numbered from 0.
-
-    Tick t lies in column t * `up` // `down`.
-    """
+    """Scale of a drawing: tick t is at character t * `up` // `down`."""
 
     up: int
     down: int
@@ -100,6 +97,7 @@ def _draw(
     width: int,
     rows: int,
 ) -> Group:
+    # What fits: the first workers of each set of equal pipelines.
     drawn = {block: _workers_of_block(block, schedule)[:rows] for block in blocks}
     shown = [worker for block in blocks for worker in drawn[block]]
     labels = {worker: worker_label(worker, schedule) for worker in shown}
@@ -121,6 +119,7 @@ def _draw(
                 style="" if worker in schedule.seat_of else "red",
             )
             lines.append(label + _draw_row(worker, schedule, programs.get(worker, ()), scale))
+    # Say what is not drawn.
     if hidden := schedule.grid.pipelines - sum(map(len, blocks)):
         lines.append(Text(f"and {hidden} more pipeline{'s' * (hidden > 1)}", style="bold"))
     if rows < schedule.grid.columns:
@@ -135,6 +134,7 @@ def _draw(
 def _choose_scale(ops: Sequence[Op], columns: int) -> _Scale:
     """Return a scale that fits all ops into `columns` characters."""
     horizon = max((op.end_ticks for op in ops), default=0) or 1
+    # If every op is a multiple of some unit, give each unit equally many characters.
     unit = math.gcd(horizon, *(tick for op in ops for tick in (op.start_ticks, op.end_ticks)))
     per_unit = columns // (horizon // unit)
     return (
@@ -186,15 +186,13 @@ def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
 def _to_blocks(
     schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Return the sets of pipelines to draw, each in one row of workers.
+    """Return the sets of pipelines to draw once each; their lines fit `rows`.
 
-    They are tuples of pipeline numbers, ascending. Each set is drawn as one pipeline. As many are
-    returned as fit into `rows` lines, but at least one.
-
-    The pipelines of a set in `equal_sets` run the same programs. Pipelines with dead or moved
-    workers are taken out of these sets, each as a set of its own, and are preferred if there is no
-    room for all.
+    Pipelines in a set of `equal_sets` are drawn as one, those with dead or moved workers by
+    themselves. If room is short, the latter are kept first, then the largest sets, and at least one
+    set.
     """
+    # Pipelines with dead or moved workers are drawn by themselves, and first if room is short.
     broken = {worker.pipeline for worker in schedule.failed}
     broken |= {
         pipeline
@@ -207,11 +205,11 @@ def _to_blocks(
         sets += [(pipeline,) for pipeline in equal if pipeline in broken]
         sets += [unbroken] if unbroken else []
     sets.sort(key=lambda equal: (equal[0] not in broken, -len(equal), equal))
-    return sorted(sets[:max(1, rows // (schedule.grid.columns + 1))])
+    return sorted(sets[: max(1, rows // (schedule.grid.columns + 1))])
 
 
 def _workers_of_block(block: tuple[int, ...], schedule: Schedule) -> list[Worker]:
-    """Return the workers to draw for `block`, a set of pipelines."""
+    """Return the workers drawn for a set of equal pipelines: those of the first."""
     return [Worker(block[0], column) for column in range(schedule.grid.columns)]
 
 
@@ -225,10 +223,14 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the lines of the legend of these ops, at most `width` characters each."""
+    """Return the lines of the legend of these ops.
+
+    A line has at most `width` characters, or one entry that is longer.
+    """
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     if schedule.has_overlap:
         used.discard(OpKind.A)
+    # Only what the drawing shows is explained.
     entries = [
         Text.assemble((f" {kind} ", STYLES[kind]), f" {NAMES[kind]}")
         for kind in OpKind
@@ -253,6 +255,7 @@ def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Tex
         )
     if any(map(schedule.has_moved_layers, schedule.seats)):
         entries.append(Text("[4-6] holds layers 4 to 6"))
+    # As many entries in a line as fit.
     lines = [entries[0]]
     for entry in entries[1:]:
         if len(lines[-1]) + 2 + len(entry) <= width:

@@ -1,5 +1,4 @@
-"""Export of a run's checkpoint in torchtitan's format: parameters by its names, for
-torch.distributed.checkpoint."""
+"""Export a run's checkpoint as torchtitan's, in the format of torch.distributed.checkpoint."""
 
 import functools
 import warnings
@@ -37,18 +36,26 @@ class _LazyPlanner(DefaultSavePlanner):
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`.
 
-    One layer is in memory at a time. Raises CheckpointError if it is not a torchtitan model,
-    ConfigError if that model cannot be built, and OSError.
+    One layer is in memory at a time. Raises CheckpointError if the run's model is not torchtitan's,
+    ConfigError if the model cannot be built, and OSError.
     """
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")
     if not isinstance(name, str):
-        raise CheckpointError(f"{checkpoint.path}: not a model of torchtitan ([model] torchtitan): its model.name is "
-                              f"{identity.get('model.name')!r}")
+        raise CheckpointError(
+            f"{checkpoint.path}: not a model of torchtitan ([model] torchtitan): its model.name is "
+            f"{identity.get('model.name')!r}"
+        )
     # The kind of attention does not change the parameters.
-    model = TorchtitanModel(ModelConfig(torchtitan=name, context=identity["model.context"],
-                                        options={"attention": "sdpa"}),
-                            0, getattr(torch, identity["parameters"]), _META)
+    model = TorchtitanModel(
+        ModelConfig(
+            torchtitan=name, context=identity["model.context"], options={"attention": "sdpa"}
+        ),
+        0,
+        getattr(torch, identity["parameters"]),
+        _META,
+    )
+    # Names and shapes of all parameters, without memory for them: what the checkpoint will have.
     sharing, shapes = sharing_of(model), list[Mapping[str, torch.Size]]()
     layer_of, planned = dict[str, int](), dict[str, Tensor]()
     for layer in range(model.layers):
@@ -60,18 +67,35 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
 
     @functools.lru_cache(maxsize=1)
     def read_layer(layer: int) -> dict[str, Tensor]:
-        state = sharing.with_copies(layer, load_layers(checkpoint, [layer])[layer],
-                                    lambda other: load_layers(checkpoint, [other])[other])
-        found = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
-        if {key: tensor.shape for key, tensor in found.items()} != shapes[layer] or identity["layers"] != model.layers:
-            raise CheckpointError(f"{checkpoint.path}: its layers are not those of torchtitan's {name}, but of a "
-                                  "configuration of its own; torchtitan's last checkpoint of that run has them")
+        state = sharing.with_copies(
+            layer,
+            load_layers(checkpoint, [layer])[layer],
+            lambda other: load_layers(checkpoint, [other])[other],
+        )
+        found = {
+            key.removeprefix("model."): tensor
+            for key, tensor in state.items()
+            if key.startswith("model.")
+        }
+        # A run may have trained a changed configuration of the same name.
+        if {key: tensor.shape for key, tensor in found.items()} != shapes[layer] or identity[
+            "layers"
+        ] != model.layers:
+            raise CheckpointError(
+                f"{checkpoint.path}: its layers are not those of torchtitan's {name}, but of a "
+                "configuration of its own; torchtitan's last checkpoint of that run has them"
+            )
         return model.rename_for_checkpoint(layer, found)
 
     with replace_folder(folder) as draft, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)  # torch.distributed is not needed here
+        # torch.distributed is not needed here.
+        warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
         try:
-            save(planned, checkpoint_id=draft, planner=_LazyPlanner(lambda key: read_layer(layer_of[key])[key]),
-                 no_dist=True)
+            save(
+                planned,
+                checkpoint_id=draft,
+                planner=_LazyPlanner(lambda key: read_layer(layer_of[key])[key]),
+                no_dist=True,
+            )
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None

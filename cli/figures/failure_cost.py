@@ -1,7 +1,4 @@
-"""Compute the cost of a failure for the preset of the README.
-
-A day with none, one and five workers dead.
-"""
+"""Compute what a failure costs: the README's preset with no, one and five workers dead."""
 
 from collections.abc import Sequence
 
@@ -23,14 +20,11 @@ from slipstream.schedules.schedule import Worker
 PRESET = "llama-3-8b"
 """Preset whose job is simulated."""
 PARAMETERS = 8e9
-"""Number of parameters of its model, on which costs of changes depend."""
+"""Number of parameters of the preset's model, by which the costs of changes are estimated."""
 DEAD_WORKERS = ("2.1", "5.0", "0.2", "7.3", "4.1")
 CASES = {"one dead": DEAD_WORKERS[:1], "five dead": DEAD_WORKERS}
 PLAN_SECONDS = 5.0
-"""Time limit of each plan, in seconds of a fixed number of search steps.
-
-Equal to `--steps 2000000`.
-"""
+"""Time limit of a plan, in seconds of counted search steps: that of `--steps 2000000`."""
 POLICY_LABELS = {
     "slipstream": "Slipstream, settled: layers have moved",
     "slipstream-fixed": "Slipstream, at once: every worker keeps its layers",
@@ -39,19 +33,13 @@ POLICY_LABELS = {
     "torchft": "drop the replica (torchft)",
     "checkpoint-restart": "restart from a checkpoint on whole pipelines",
 }
-"""Name of each policy in the README."""
+"""Text for each policy in the README."""
 LIKE_FOR_LIKE = ("oobleck", "torchft", "checkpoint-restart")
-"""Policies that are also shown with this planner's schedules.
-
-With them, ReCycle is Slipstream at once.
-"""
+"""Policies also shown with this planner's schedules; ReCycle's would be `slipstream-fixed`'s."""
 
 
 def _build_row(text: str, rates: Sequence[float]) -> tuple[Cell, ...]:
-    """Return a row of samples per second, with changes in percent.
-
-    The first is with all workers alive, then come the cases.
-    """
+    """Return a row: `text`, the first rate, each further rate with its change in percent."""
     whole, *others = rates
     return (
         text,
@@ -63,9 +51,9 @@ def _build_row(text: str, rates: Sequence[float]) -> tuple[Cell, ...]:
 def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) -> Figure:
     """Return the README's table as a figure.
 
-    It has, for each policy, the samples per second while all workers are alive, and those in each
-    failure case with their change in percent. With `exposed`, gradient reductions occupy workers in
-    all policies (`[network] overlap = false`).
+    Each policy has a row: samples per second while all workers are alive, and in each failure case,
+    with the change in percent. With `exposed`, gradient reductions occupy workers in all policies
+    (`[network] overlap = false`).
     """
     job = parse_job(preset_text(PRESET))
     if exposed:
@@ -75,6 +63,7 @@ def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) ->
     planned_by_case = {}
     for done, (name, dead) in enumerate({"all alive": (), **CASES}.items(), 1):
         workers = [Worker.parse(worker) for worker in dead]
+        # Each case is planned for exactly these dead workers, as `slipstream plan` would.
         throughputs = Throughputs(
             job, plan_seconds=PLAN_SECONDS, settle_seconds=PLAN_SECONDS, thorough=True, dead=workers
         )
@@ -87,10 +76,12 @@ def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) ->
             [trace],
         )
         progress(done, 1 + len(CASES))
+    # Bars: a group for each policy, a bar for each case.
     series = []
     for name, column in by_case.items():
         rates = tuple(float(column[kind.name][0]) for kind in kinds)
         series.append(Series(name=name, values=rates))
+    # Rows: policies with their own schedules, then with ours.
     rows = []
     for policy, text in POLICY_LABELS.items():
         rows.append(_build_row(text, [float(column[policy][0]) for column in by_case.values()]))

@@ -1,7 +1,4 @@
-"""A reproduced figure as data: series to draw, a table, and the assumptions.
-
-`cli.drawing.figure_plot` draws it.
-"""
+"""Define a reproduced figure as data, which `cli.drawing.figure_plot` draws."""
 
 from typing import Literal
 
@@ -11,16 +8,16 @@ Cell = str | float | int | None
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One series of values of a figure, one for each x or category."""
+    """Named series of a figure: one value for each of its x values or categories."""
 
     name: str
     values: tuple[float | None, ...]
     low: tuple[float | None, ...] = ()
     """Least value under any of the assumptions; empty if only one assumption was made."""
     high: tuple[float | None, ...] = ()
-    """Largest value under any of the assumptions, as `low`."""
+    """Largest value under any of the assumptions; empty if only one was made."""
     published: bool = False
-    """True if the values are measured by the system's authors, drawn as points."""
+    """True for values that the system's authors measured, drawn as points."""
     is_reference: bool = msgspec.field(default=False, name="yardstick")
     """True if this is a line to compare with, and no system that exists."""
 

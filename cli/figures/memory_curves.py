@@ -18,10 +18,7 @@ SHORT_MEMORY = (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def build_row(point: Point, result: Result) -> tuple[str, ...]:
-    """Return the row of a point.
-
-    It has the name, our bubble, the published one, the bound's, how they compare, and seconds.
-    """
+    """Return a point's name, bubbles (ours, published, bound), comparison, and seconds."""
     published = "" if point.published is None else f"{point.published:.3%}"
     return (
         point.name,
@@ -34,21 +31,28 @@ def build_row(point: Point, result: Result) -> tuple[str, ...]:
 
 
 def reproduce_curves(progress: CountCallback) -> Figure:
-    """Return bubble over memory of the first published setting as a figure.
+    """Return a figure of the bubble by memory for the first published setting.
 
-    It has ours, the published one, and the lower bound.
+    For each placement there are three curves: ours, the published one, and the lower bound.
     """
     settings = read_settings()
-    points = [point for point in iterate_points(settings)
-              if point.setting == settings.settings[0] and point.memory in SHORT_MEMORY]
+    points = [
+        point
+        for point in iterate_points(settings)
+        if point.setting == settings.settings[0] and point.memory in SHORT_MEMORY
+    ]
     results = []
     for done, point in enumerate(points, 1):
         results.append(measure(point, steps=STEPS))
         progress(done, len(points))
+    # The bound is drawn as a reference line; below 0 it says nothing.
     series = []
     for placement in ("ZB", "V"):
-        members = [(point, result) for point, result in zip(points, results, strict=True)
-                   if point.placement == placement]
+        members = [
+            (point, result)
+            for point, result in zip(points, results, strict=True)
+            if point.placement == placement
+        ]
         bubbles = tuple(result.bubble for _, result in members)
         published = tuple(point.published for point, _ in members)
         bounds = tuple(max(0.0, result.bound) for _, result in members)

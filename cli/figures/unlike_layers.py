@@ -1,6 +1,4 @@
-"""Show published pipelines beside ours on models of unequal layers: `slipstream reproduce
-unlike-layers`.
-"""
+"""Show published pipelines beside ours: `slipstream reproduce unlike-layers`."""
 
 import os
 from collections.abc import Sequence
@@ -26,17 +24,20 @@ from slipstream.planner.published.unlike_layers import (
 )
 
 
-def reproduce_unlike_layers(progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER,
-                            name: str = "unlike-layers") -> Figure:
-    """Return the figure called `name`, with the throughput of each schedule on each model.
+def reproduce_unlike_layers(
+    progress: CountCallback, models: Sequence[MeasuredModel] = SMALLER, name: str = "unlike-layers"
+) -> Figure:
+    """Return the figure called `name`: the throughput of each schedule on each model.
 
-    The schedules are those published and Slipstream's; the models are `models`.
+    The schedules are the published ones and Slipstream's.
     """
     results = []
+    # Models are independent of each other, so they are compared in parallel.
     with ProcessPoolExecutor(min(len(models), os.cpu_count() or 1), get_context("spawn")) as pool:
         for result in pool.map(compare_model, models):
             results.append(result)
             progress(len(results), len(models))
+    # Each throughput is relative to interleaved 1F1B with uniform stages.
     findings = _summarize(results)
     series = []
     for rival in NAMES:
@@ -94,6 +95,7 @@ def _summarize(results: Sequence[ModelResult]) -> dict[str, float]:
     above_bound = [result.ours.seconds / result.bound - 1 for result in results]
     lost = [result.dead for result in results if result.dead is not None]
     lost_of_best = [result.dead_of_best for result in results if result.dead_of_best is not None]
+    # Means of throughputs, and geometric means of ratios to the best schedule of each model.
     beside_others = "over the best of all others with layers divided for it"
     findings = {
         "over interleaved 1F1B with uniform stages, mean": mean(over_interleaved),
@@ -115,9 +117,19 @@ def _summarize(results: Sequence[ModelResult]) -> dict[str, float]:
     return findings
 
 
-HEADER = ("", "interleaved 1F1B", *(f"{name}, divided" for name in NAMES), "ours", "bound",
-          "our placement", "over interleaved", "over the best", "ours, staggered", "one dead, ours",
-          "one dead, placement of the best")
+HEADER = (
+    "",
+    "interleaved 1F1B",
+    *(f"{name}, divided" for name in NAMES),
+    "ours",
+    "bound",
+    "our placement",
+    "over interleaved",
+    "over the best",
+    "ours, staggered",
+    "one dead, ours",
+    "one dead, placement of the best",
+)
 
 
 def _table_row(model: MeasuredModel, result: ModelResult) -> tuple[str, ...]:
@@ -137,17 +149,17 @@ def _table_row(model: MeasuredModel, result: ModelResult) -> tuple[str, ...]:
 
 
 def _published_findings(model: MeasuredModel, result: ModelResult) -> dict[str, float]:
-    """Return published iteration times of a model, and that computed for 1F1B.
-
-    They are in milliseconds, by description; empty if there are none to compare.
-    """
+    """Return a model's computed and published milliseconds of an iteration, by description."""
     plain = result.uniform["1F1B"]
+    # Nothing to compare with: no published result, or 1F1B does not fit.
     if model.name not in OCTOPIPE or plain is None:
         return {}
     _, _, one_f_one_b, theirs = OCTOPIPE[model.name]
-    return {f"{model.name}: 1F1B with uniform stages, milliseconds": 1000 * plain.seconds,
-            f"{model.name}: the same, published": 1000 * one_f_one_b,
-            f"{model.name}: AdaPtis' own plan, published": 1000 * theirs}
+    return {
+        f"{model.name}: 1F1B with uniform stages, milliseconds": 1000 * plain.seconds,
+        f"{model.name}: the same, published": 1000 * one_f_one_b,
+        f"{model.name}: AdaPtis' own plan, published": 1000 * theirs,
+    }
 
 
 def _format_ms(found: DividedPipeline | None) -> str:

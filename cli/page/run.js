@@ -124,8 +124,8 @@ class RunPage {
   /** What is known of a time, as lines. */
   known(at) {
     const lines = [clock(at, this.t1 - this.t0)];
-    const stretch = this.stretches[lastBefore(this.stretches, at)];
-    if (stretch && at <= stretch[1]) lines.push(stretch[2]);
+    const generation = this.generations[lastBefore(this.generations, at)];
+    if (generation && at <= generation[1]) lines.push(generation[2]);
     const point = this.points[lastBefore(this.points, at)];
     if (point && at <= point[1]) {
       const [, , first, count, rate, slowest, fastest, loss] = point;

@@ -27,8 +27,11 @@ class _WrappingConsole(Console):
 
     def print(self, *objects: Any, **how: Any) -> None:
         """Print as `rich.console.Console.print` does, wrapped between words if possible."""
-        if self.is_terminal and how.get("soft_wrap") and all(
-                len(word) <= self.width for item in objects for word in str(item).split()):
+        if (
+            self.is_terminal
+            and how.get("soft_wrap")
+            and all(len(word) <= self.width for item in objects for word in str(item).split())
+        ):
             how = {**how, "soft_wrap": False}
         super().print(*objects, **how)
 
@@ -37,7 +40,7 @@ class _StderrConsole(_WrappingConsole):
     """Console for stderr that discards all output once nobody reads it."""
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output. Rich's own method ends the program."""
+        """Discard all further output, where Rich's own method ends the program."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -48,8 +51,7 @@ class _StdoutConsole(_WrappingConsole):
     """Console for stdout that crops nothing in a file or pipe, unless COLUMNS is set."""
 
     def on_broken_pipe(self) -> None:
-        """End the program as a broken pipe does in a shell. Rich's own method exits with 1, the
-        status of a "no"."""
+        """Exit with the status of a broken pipe, since Rich's own, 1, means no."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE_STATUS)
 
@@ -59,45 +61,47 @@ class _StdoutConsole(_WrappingConsole):
 
     @property
     def options(self) -> ConsoleOptions:
-        """Options of rendering, without a limit of width unless lines are folded."""
-        return super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
+        """Options of rendering, without a limit of width in a file or pipe."""
+        return (
+            super().options if self._is_folded else super().options.update(width=UNFOLDED_COLUMNS)
+        )
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print, but do not crop lines in a file or pipe, unless COLUMNS is set."""
+        """Print as the base class does, but crop no lines in a file or pipe."""
         super().print(*objects, **{"crop": self._is_folded, **how})
 
     def rule(self, title: Any = "", **how: Any) -> None:
-        """Print a rule that is never wider than a usual terminal."""
+        """Print a rule as wide as the terminal or, in a file, as Rich's default."""
         self.print(Rule(title, **how), width=self.width)
 
 
 BROKEN_PIPE_STATUS = 128 + 13
-"""Exit status if nobody reads the answer, as in `| head`: that of SIGPIPE."""
+"""Exit status, that of SIGPIPE, if nobody reads the answer, as in `| head`."""
 UNFOLDED_COLUMNS = 10_000
-"""Width in characters that is so large that no line is folded."""
+"""Width, in characters, at which no line is folded."""
 out = _StdoutConsole(markup=False, highlight=False)
 err = _StderrConsole(stderr=True, markup=False, highlight=False)
-"""Console for stderr. Like `out`, it does not interpret markup, because file names may contain
-brackets."""
+"""Console for stderr; like `out`, it does not take brackets in file names for markup."""
 
 
 def console_of_width(width: int | None) -> Console:
-    """Return a console for stdout of `width` characters; None: the usual one."""
+    """Return a console for stdout that is `width` characters wide; None: the usual one."""
     return Console(width=width, markup=False, highlight=False) if width else out
 
 
 def count_free_lines(beside: Iterable[str]) -> int | None:
-    """Return how many lines of the screen remain after the texts in `beside`.
+    """Return how many lines of the screen the texts in `beside` leave free.
 
-    Long texts are folded at the screen's width. None means that stdout is no terminal.
+    The result is None if stdout is no terminal.
     """
     if not out.is_terminal:
         return None
-    return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2  # the file, the prompt
+    # Two lines are for what stderr says of written files, and for the prompt.
+    return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2
 
 
 def print_json(answer: Mapping[str, object]) -> None:
-    """Print the JSON object with which a command answers --json."""
+    """Print a command's answer to --json, as one line."""
     try:
         sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
         sys.stdout.flush()  # before what stderr says next, where both go to one file
@@ -106,19 +110,25 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with its control characters escaped, as in file names."""
-    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+    """Return a text with its control characters escaped, which file names may contain."""
+    return "".join(map(_escape_control, text))
+
+
+def _escape_control(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def print_error(message: object) -> None:
-    """Print a line in red on stderr, after the program's name.
+    """Print a message in red on stderr, after the program's name.
 
-    The agent of torchrun repeats this line at the end of its output as the cause of the failure. It
-    reads the line from the file that TORCHELASTIC_ERROR_FILE names
-    (`torch.distributed.elastic.multiprocessing.errors`).
+    If torchrun has started this process, the message is reported to its agent, too.
     """
     line = escape_controls(f"slipstream: {message}")
     err.print(line, style="red", soft_wrap=True)
+    # torchrun's agent reads the cause of a failure from this file, and repeats it at the end of its
+    # output (`torch.distributed.elastic.multiprocessing.errors`).
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
@@ -139,13 +149,14 @@ def exit_negative(message: object) -> NoReturn:
 
 
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest of `words`, or an empty string."""
+    """Return `; did you mean 'x'?` for the closest of `words`, or ""."""
     matches = difflib.get_close_matches(word, list(words), 1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def complete_from(*words: str) -> Callable[[str], list[str]]:
     """Return a shell completion for an option that takes one of these words."""
+
     def offer(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
 
@@ -153,31 +164,38 @@ def complete_from(*words: str) -> Callable[[str], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time to at most four significant digits: `30 s`, `29.7 ms`, `850 us`."""
-    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us"))
+    """Format a time with at most four significant digits: `30 s`, `29.7 ms`, `850 us`."""
+    unit, name = next(
+        ((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "us")
+    )
     return f"{seconds / unit:.4g} {name}" if seconds else "0 s"
 
 
 QUIET_SECONDS = 10.0
-"""Least time between two lines that say what is being done."""
+"""Shortest time between two lines that say what is being done."""
 
 
 class LogProgress:
-    """Printer of progress on stderr, of each tenth and at times, unless in a terminal."""
+    """Printer of lines on progress to stderr, unless stderr is a terminal.
 
-    def __init__(self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+    Lines begin with `subject`, what the command does; `unit` names, in the plural, what it counts.
+    """
+
+    def __init__(
+        self, subject: str, unit: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._subject, self._unit, self._clock = subject, unit, clock
         self._tenths, self._last_time = -1, -QUIET_SECONDS
 
     def show_count(self, done: int, total: int) -> None:
-        """Print how much is done, if a further tenth is."""
+        """Print how many of `total` are done, whenever a further tenth of them is."""
         tenths = 10 * done // total if total else 0
         if tenths > self._tenths:
             self._tenths = tenths
             self._print(f"{done} of {total} {self._unit}")
 
     def show_work(self, text: str) -> None:
-        """Print what is being done, unless a line was printed just now."""
+        """Print what is being done, unless a line was printed in the last `QUIET_SECONDS`."""
         if self._clock() - self._last_time >= QUIET_SECONDS:
             self._print(text)
 
@@ -189,7 +207,8 @@ class LogProgress:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt, which some modules swallow during import, to the end."""
+    """Delay KeyboardInterrupt to the end of the context, such as an import of torch."""
+    # Some modules would swallow it during their import.
     with defer_interrupts() as interrupted:
         yield
     if interrupted.is_set():
@@ -198,8 +217,12 @@ def delay_interrupts() -> Iterator[None]:
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises KeyboardInterrupt after Ctrl-C; a second raises at once."""
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C has been pressed.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+    """
     with defer_interrupts() as interrupted:
+
         def check_interrupt() -> None:
             if interrupted.is_set():
                 raise KeyboardInterrupt

@@ -1,5 +1,4 @@
-"""Plan for several commands: check options, show progress, and end the program if planning
-fails."""
+"""Plan for commands: check their options, show progress, exit if planning fails."""
 
 import os
 import time
@@ -34,49 +33,89 @@ _MAX_BYTES = 4096
 _REFERENCE_DECODER = msgspec.json.Decoder(FaultFree)
 
 
-def build_plan_options(*, backward: str | None, optimizer: str | None, method: str, time_limit: float, seed: int,
-                       steps: int | None = None, layers: str = "fixed", slices: bool = True,
-                       from_checkpoint: bool = False, params: Path | None = None) -> PlanOptions:
-    """Return the planner's options from the command-line options of the same names. Exits 2 if a
-    value is unknown."""
+def build_plan_options(
+    *,
+    backward: str | None,
+    optimizer: str | None,
+    method: str,
+    time_limit: float,
+    seed: int,
+    steps: int | None = None,
+    layers: str = "fixed",
+    slices: bool = True,
+    from_checkpoint: bool = False,
+    params: Path | None = None,
+) -> PlanOptions:
+    """Return the planner's options from those of the command line.
+
+    `params` is a file of the search's parameters. Exits 2 if an option is unknown, or the file
+    invalid.
+    """
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
     require_choice("--method", method, METHODS)
-    return PlanOptions(backward=cast(BackwardMode | None, backward), optimizer=cast(OptimizerMode | None, optimizer),
-                       method=cast(Method, method), time_limit=time_limit, steps=steps, seed=seed,
-                       layers=cast(Layers, layers), slices=slices, from_checkpoint=from_checkpoint,
-                       params=read_search_params(params))
+    return PlanOptions(
+        backward=cast(BackwardMode | None, backward),
+        optimizer=cast(OptimizerMode | None, optimizer),
+        method=cast(Method, method),
+        time_limit=time_limit,
+        steps=steps,
+        seed=seed,
+        layers=cast(Layers, layers),
+        slices=slices,
+        from_checkpoint=from_checkpoint,
+        params=read_search_params(params),
+    )
 
 
 def read_search_params(path: Path | None) -> SearchParams:
-    """Return the parameters of the search, from a file if one is given. Exits 2 if the file cannot
-    be read."""
+    """Return the search's parameters, by default or from a file. Exits 2 if it is invalid."""
     try:
         return DEFAULTS if path is None else read_params(path)
     except ParamsError as error:
         refuse(error)
 
 
-def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, normalise: bool = False,
-              ctrl_c: str = "ends the search, with the best found by then", clock: Clock | None = None) -> Plan:
+def make_plan(
+    job: Job,
+    failed: tuple[Worker, ...],
+    options: PlanOptions,
+    *,
+    normalise: bool = False,
+    ctrl_c: str = "ends the search, with the best found by then",
+    clock: Clock | None = None,
+) -> Plan:
     """Plan a schedule for the job without the failed workers, with progress on stderr.
 
-    Set `normalise` to True if live workers may take over roles of dead ones. The clause `ctrl_c`
-    says, in the progress line, what Ctrl-C does. The limit of the search is measured by `clock`;
-    None: by a new clock, as the options say. Exits 2 if the job does not have a failed worker, and
-    1 if no plan can exist.
+    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
+
+    Parameters
+    ----------
+    normalise
+        Whether live workers may take over roles of dead ones.
+    ctrl_c
+        What Ctrl-C does, a clause in the progress line.
+    clock
+        Clock that the search's limit is counted by; None: a new one, by the options.
     """
     try:
         # What counted steps find depends on the job, the options and the seed alone.
         reference = _read_reference(options, job) if options.steps is None else None
         with show_planning(ctrl_c) as progress:
-            plan = normalised(job, failed, options, known=reference, progress=progress, clock=clock) \
-                if normalise or options.layers == "move" else \
-                plan_with(options, job, failed, known=reference, progress=progress, clock=clock)
+            plan = (
+                normalised(
+                    job, failed, options, reference=reference, progress=progress, clock=clock
+                )
+                if normalise or options.layers == "move"
+                else plan_with(
+                    options, job, failed, fault_free=reference, progress=progress, clock=clock
+                )
+            )
     except JobError as error:
         refuse(error)
     except NoPlanError as error:
         exit_negative(error)
+    # Kept for the next command: it says what a failure costs.
     if plan.fault_free is not None:
         _store_reference(options, job, plan.fault_free)
     return plan
@@ -84,7 +123,7 @@ def make_plan(job: Job, failed: tuple[Worker, ...], options: PlanOptions, *, nor
 
 @contextmanager
 def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
-    """Yield the executor of this name, None for local. Exits 2 if it is unavailable."""
+    """Yield the executor of --executor; None: local processes. Exits 2 if it is unavailable."""
     with ExitStack() as stack:
         try:
             executor = stack.enter_context(open_executor(name))
@@ -93,19 +132,36 @@ def open_executor_or_refuse(name: str | None) -> Iterator[Executor | None]:
         yield executor
 
 
-def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0, down: float = MEAN_DOWN_SHARE,
-                  clock: Clock | None = None) -> FoundPlacement:
-    """Return the best virtual stages, workers and layers for the job file in `text`.
+def find_pipeline(
+    path: Path,
+    text: str,
+    options: PlanOptions,
+    failures: int = 0,
+    down: float = MEAN_DOWN_SHARE,
+    clock: Clock | None = None,
+) -> FoundPlacement:
+    """Return the best placement and division found for a job, with progress on stderr.
 
-    Progress is shown on stderr. Candidates are compared by their mean throughput with 0 to
-    `failures` workers down, weighted by probability if each worker is down for a share `down` of
-    the time. The limit of the search is measured by `clock`; None: by a new clock, as the options
-    say. Messages name the job by `path`. Exits 2 if a stage has no layer, and 1 if nothing fits
-    into memory.
+    Candidates are compared by their mean throughput with 0 to `failures` workers down. Exits 2 for
+    an invalid job, such as a stage without layers, 1 if nothing fits into memory, and 130 after
+    Ctrl-C.
+
+    Parameters
+    ----------
+    path
+        The job's name in messages.
+    text
+        The job file's text.
+    down
+        Share of the time that each worker is down, from which the weights of the mean follow.
+    clock
+        Clock that the search's limit is counted by; None: a new one, by the options.
     """
     try:
         with show_planning("ends it, and nothing is written") as progress:
-            return find_placement(text, options, failures=failures, down=down, progress=progress, clock=clock)
+            return find_placement(
+                text, options, failures=failures, down=down, progress=progress, clock=clock
+            )
     except KeyboardInterrupt:
         err.print("interrupted; nothing was written", style="yellow")
         raise typer.Exit(130) from None
@@ -116,12 +172,12 @@ def find_pipeline(path: Path, text: str, options: PlanOptions, failures: int = 0
 
 
 def compile_planner() -> None:
-    """Compile the planner's inner loops, with a line on stderr, unless that was done before."""
+    """Compile the planner's inner loops, with a line on stderr, unless they are compiled."""
     ensure_compiled(lambda line: err.print(line, style="dim"))
 
 
 def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
-    """Return which layers recompute, as the planner chooses; None without that choice.
+    """Return which layers the planner chooses to recompute; None if the job leaves no choice.
 
     Exits 2 if the job lacks values that the choice depends on, and 1 if no plan can exist. Messages
     name the job by `path`.
@@ -139,25 +195,34 @@ def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputat
 
 @contextmanager
 def show_planning(ctrl_c: str) -> Iterator[ProgressCallback]:
-    """Yield a function that shows messages, seconds and the clause `ctrl_c` on stderr."""
+    """Yield a function that shows a message on stderr, with the seconds that have passed.
+
+    `ctrl_c` is a clause on what Ctrl-C does.
+    """
     start_time = time.monotonic()
     with err.status("planning") as status:
+
         def report(message: str) -> None:
             status.update(f"planning: {message} (Ctrl-C {ctrl_c})")
-            err.print(f"{time.monotonic() - start_time:7.2f} s  {message}", style="dim", soft_wrap=True)
+            err.print(
+                f"{time.monotonic() - start_time:7.2f} s  {message}", style="dim", soft_wrap=True
+            )
 
         yield report
 
 
 def _read_reference(options: PlanOptions, job: Job) -> FaultFree | None:
-    """Return the fault-free period that earlier commands stored for this job, or None."""
+    """Return the fault-free period that earlier commands have stored for this job, if any."""
+    # What a failure costs is told by comparison with it, and planning it anew takes time.
     with suppress(NoPlanError, OSError, ValueError, msgspec.MsgspecError):
-        return _REFERENCE_DECODER.decode(read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError))
+        return _REFERENCE_DECODER.decode(
+            read_at_most(_reference_file(options, job), _MAX_BYTES, ValueError)
+        )
     return None
 
 
 def _store_reference(options: PlanOptions, job: Job, found: FaultFree) -> None:
-    """Store a job's fault-free period and bound, where better than those stored."""
+    """Store a job's fault-free period and bound, where they are better than the stored ones."""
     with suppress(NoPlanError, OSError):
         better = found.merged_with(_read_reference(options, job))
         write_atomically(_reference_file(options, job), msgspec.json.encode(better))

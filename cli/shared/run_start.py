@@ -1,7 +1,6 @@
 """Find where `slipstream train` starts, or that nothing is left to do.
 
-It starts with schedules that are given or from a table, if they fit the job, and from a checkpoint
-if there is one.
+A run may start from a checkpoint, and by a schedule that is given or from a table, if it fits.
 """
 
 import shlex
@@ -28,7 +27,7 @@ from slipstream.runtime.checkpoints.checkpoint import (
     identity_of,
     open_checkpoint,
     open_latest,
-    rename_damaged,
+    report_damaged,
     require_job,
     verify_checkpoint,
 )
@@ -58,21 +57,27 @@ from slipstream.schedules.tables.table import Table
 
 
 def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
-    """Exit 2 unless the grid of a schedule has the shape of this job."""
+    """Exit 2 unless the grid of the schedule in `path` has the job's shape."""
     for property_name, of_schedule, of_job in (
-            ("pipelines", grid.pipelines, job.pipelines), ("stages", grid.columns, job.stages),
-            ("micro-batches", list(grid.microbatches), list(job.microbatches)),
-            ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns)),
-            ("directions of micro-batches", grid.chains, job.chains)):
+        ("pipelines", grid.pipelines, job.pipelines),
+        ("stages", grid.columns, job.stages),
+        ("micro-batches", list(grid.microbatches), list(job.microbatches)),
+        ("columns of virtual stages", [stage.column for stage in grid.stages], list(job.columns)),
+        ("directions of micro-batches", grid.chains, job.chains),
+    ):
         if of_schedule != of_job:
-            refuse(f"{path}: made for another job: its {property_name} are {of_schedule}, the job's {of_job}")
+            refuse(
+                f"{path}: made for another job: its {property_name} are {of_schedule}, the job's "
+                f"{of_job}"
+            )
 
 
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
-    """Check that the job's model and data can be trained, before it is planned.
+    """Check that the job's model and data can be trained, before anything is planned.
 
-    Returns a line to print if the number of layers in the job differs from the model's, otherwise
-    None. Raises the errors that `run` would raise, ConfigError and PlacementError.
+    Returns a line to print if the numbers of layers in job and model differ, otherwise None. Raises
+    ConfigError if model or data cannot be loaded, and PlacementError if the model does not fit the
+    job's stages.
     """
     training, device = config.training, torch.device(choose_device(config.training.device))
     with simulating_rank(training.tensor_parallel):
@@ -81,26 +86,42 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
     load_data(config, job.microbatches, count_samples_read(resume, config, job.microbatches))
     load_validation_data(config, job.microbatches)
     counted = sum(job.layers or ()) // job.chains
-    return None if counted in (0, model.layers) else (
-        f"the job counts {counted} decoder layers, the model {model.layers}: its first one, the embedding, is with the "
-        "first of them, and its last one, the head, with the last")
+    return (
+        None
+        if counted in (0, model.layers)
+        else (
+            f"the job counts {counted} decoder layers, the model {model.layers}: its first one, "
+            "the embedding, is with the first of them, and its last one, the head, with the last"
+        )
+    )
 
 
 def read_fitting_table(path: Path, job: Job) -> Table:
-    """Return the table of schedules in a folder. Exits 2 if it is not for this job."""
+    """Return the table in the folder `path`.
+
+    Exits 2 if it is for a job of another shape: other pipelines, stages, micro-batches or
+    placement.
+    """
     table = load_table_or_refuse(path)
     require_same_shape(path, table.basis.grid, job)
     return table
 
 
-def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = False,
-            nodes: Nodes = ()) -> Schedule | None:
-    """Return the table's schedule with which a run begins, or None without one.
+def look_up(
+    table: Table | None, down: tuple[Worker, ...], *, settled: bool = False, nodes: Nodes = ()
+) -> Schedule | None:
+    """Return the table's schedule to begin a run with; None without table or entry.
 
-    The workers `down` are absent. With `settled`, it is the one for which any layers move;
-    otherwise whole roles may have moved, because no worker holds layers before a run begins.
-    `nodes` has the workers of each machine, over which the holders of a stage are spread. Exits 2
-    for workers outside the table's grid.
+    Since no worker holds layers yet, roles may have moved in the schedule; with `settled`, any
+    layers may have. Exits 2 for workers outside the table's grid, and for an entry that cannot be
+    used.
+
+    Parameters
+    ----------
+    down
+        Workers that are absent.
+    nodes
+        Workers of each machine, so that the holders of a stage can be spread over machines.
     """
     if table is None:
         return None
@@ -112,15 +133,22 @@ def look_up(table: Table | None, down: tuple[Worker, ...], *, settled: bool = Fa
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return a folder's checkpoint, the newest of several, or None. Raises CheckpointError."""
+    """Return the checkpoint that `folder` is, or the newest one in it; None if none.
+
+    Checkpoints in its subfolder `checkpoints` come first. Raises CheckpointError if the newest one
+    cannot be read.
+    """
     if may_exist(folder / MANIFEST):
         return open_checkpoint(folder)
     return open_latest(folder / "checkpoints") or open_latest(folder)
 
 
 def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest of several. Exits 2 if none can be read; if
-    there is none, the message begins with `option`, such as "--resume "."""
+    """Return the checkpoint that `folder` is, or the newest in it (`find_checkpoint`).
+
+    Exits 2 if it cannot be read, or if there is none. The message for none begins with `option`,
+    such as "--resume ".
+    """
     try:
         checkpoint = find_checkpoint(folder)
     except CheckpointError as error:
@@ -131,27 +159,47 @@ def find_checkpoint_or_refuse(folder: Path, option: str = "") -> Checkpoint:
 
 
 def describe_resuming(ctx: typer.Context, folder: Path, resumed: Checkpoint | None) -> str:
-    """Return a clause that says how to resume a run that ended early.
+    """Return a clause on how to resume a run that ended early.
 
-    It names the newest checkpoint of the run, or else the one it started from.
+    The clause names the newest checkpoint of the run, or else `resumed`, from which it started
+    (None: it started with iteration 0).
     """
     with suppress(CheckpointError):
         newest = open_latest(folder / CHECKPOINTS)
-        if newest is not None and (resumed is None or newest.path.resolve() != resumed.path.resolve()):
-            return f"; resume from its checkpoint of iteration {newest.iteration}: {_resume_command(ctx, folder)}"
+        if newest is not None and (
+            resumed is None or newest.path.resolve() != resumed.path.resolve()
+        ):
+            return (
+                f"; resume from its checkpoint of iteration {newest.iteration}: "
+                f"{_resume_command(ctx, folder)}"
+            )
         if resumed is not None:
             source = folder if newest is not None else resumed.path
-            return (f"; it saved no checkpoint of its own: resume again from that of iteration {resumed.iteration}: "
-                    f"{_resume_command(ctx, source)}")
+            # Its losses, which are computed again, would keep another run out of its folder.
+            force = " --force" if newest is None and count_iterations_done(folder) else ""
+            return (
+                "; it saved no checkpoint of its own: resume again from that of iteration "
+                f"{resumed.iteration}: {_resume_command(ctx, source)}{force}"
+            )
     return "; there is no checkpoint to resume from"
 
 
 def _resume_command(ctx: typer.Context, source: Path) -> str:
-    """Return the command line of this run with `source` as the value of --resume."""
-    return shlex.join(["slipstream", "train", str(ctx.params["job"]), "--resume", str(source), *_given_options(ctx)])
+    """Return this run's command line, with `source` as the value of --resume."""
+    return shlex.join(
+        [
+            "slipstream",
+            "train",
+            str(ctx.params["job"]),
+            "--resume",
+            str(source),
+            *_given_options(ctx),
+        ]
+    )
 
 
 def _given_options(ctx: typer.Context) -> Iterator[str]:
+    # --force is left out: it would remove the checkpoint that is resumed.
     for option in ctx.command.params:
         name, value = str(option.name), ctx.params.get(str(option.name))
         source = ctx.get_parameter_source(name)
@@ -164,51 +212,79 @@ def _given_options(ctx: typer.Context) -> Iterator[str]:
 
 
 def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
-    """Return the checkpoint to start from; None without one, or without --resume.
+    """Return the checkpoint to start from; None to start with iteration 0.
 
-    None if the run does not resume, or resumes in its own folder, which has no checkpoint. Set
-    `needed` to False if the run continues with workers that live: if no checkpoint can be read, the
-    result is then None, too. If True, the checkpoint must be whole: damaged checkpoints are
-    reported, and those in the run's own folder are set aside. Exits 2 if all are damaged.
+    If `needed`, the checkpoint is one that is not damaged. Damaged ones are reported, and those in
+    the run's own folder are renamed. Exits 2 if --resume names a folder without a checkpoint, other
+    than the run's own, or if all are damaged. If not `needed`, because live workers may have all
+    layers, the checkpoint is the newest that has a readable manifest, or None; its files are not
+    verified.
     """
     resume, folder = request.resume, request.folder
     if resume is None:
         return None
-    if needed:
-        checkpoint = _find_whole_or_refuse(resume, folder)
-        if checkpoint is not None:
-            return checkpoint
+    if not needed:
+        return _find_readable(resume)
+    checkpoint = _find_whole_or_refuse(resume, folder)
+    if checkpoint is not None:
+        return checkpoint
+    # A run that resumes in its own folder may have ended before its first checkpoint.
     if request.is_in_place and not list_saved(folder):
         completed = count_iterations_done(folder)
-        if needed:
-            err.print(f"{folder}: " + (f"the run there was ended before its first checkpoint: repeats its {completed} "
-                                       "iterations from iteration 0" if completed else
-                                       "no checkpoint to resume from; starts with iteration 0"),
-                      style="yellow", soft_wrap=True)
+        err.print(
+            f"{folder}: "
+            + (
+                f"the run there was ended before its first checkpoint: repeats its {completed} "
+                "iterations from iteration 0"
+                if completed
+                else "no checkpoint to resume from; starts with iteration 0"
+            ),
+            style="yellow",
+            soft_wrap=True,
+        )
         return None
-    if needed:
-        return find_checkpoint_or_refuse(resume, "--resume ")
-    try:
-        return find_checkpoint(resume)
-    except CheckpointError:
-        return None
+    return find_checkpoint_or_refuse(resume, "--resume ")
+
+
+def _find_readable(resume: Path) -> Checkpoint | None:
+    """Return the checkpoint `resume`, or the newest in it with a readable manifest; else None."""
+    if may_exist(resume / MANIFEST):
+        paths = [resume]
+    else:
+        found = find_complete(resume / CHECKPOINTS) or find_complete(resume)
+        paths = [found[number] for number in sorted(found, reverse=True)]
+    for path in paths:
+        with suppress(CheckpointError):
+            return open_checkpoint(path)
+    return None
 
 
 def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in `resume`, or the newest whole one below it, or None."""
+    """Return the checkpoint `resume`, or the newest undamaged one in that folder.
+
+    None if there is none at all. Exits 2 if the checkpoint, or each of several, is damaged. Damaged
+    ones newer than the result are renamed if they are in the run's own `folder`.
+    """
+    # Exits 2 if all are damaged; damaged ones in the run's own `folder` are renamed.
     with exit_on_errors():
         if (resume / MANIFEST).exists():
             return verify_checkpoint(open_checkpoint(resume))
-        source = next((path for path in (resume / CHECKPOINTS, resume) if find_complete(path)), resume)
-        return find_whole_checkpoint(source, folder, lambda line: err.print(line, style="yellow", soft_wrap=True))
+        source = next(
+            (path for path in (resume / CHECKPOINTS, resume) if find_complete(path)), resume
+        )
+        return find_whole_checkpoint(
+            source, folder, lambda line: err.print(line, style="yellow", soft_wrap=True)
+        )
 
 
-def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], object]) -> Checkpoint | None:
-    """Return the newest checkpoint in `source` that is not damaged, or None.
+def find_whole_checkpoint(
+    source: Path, folder: Path, say: Callable[[str], object]
+) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint in `source`; None if there are no checkpoints.
 
-    None: there is no checkpoint. Damaged ones are reported by `say`, and those in the run's own
-    folder, `folder`, are set aside. Raises CheckpointError if all are damaged, and FolderError if
-    some are to be set aside while another run writes to `folder`.
+    Newer damaged ones are reported by `say`, and renamed if `source` is in the run's own `folder`.
+    Raises CheckpointError if all are damaged or one cannot be read, FolderError if some are to be
+    renamed while another run writes to `folder`, and OSError if renaming fails.
     """
     whole, damaged = find_newest_undamaged(source)
     with ExitStack() as stack:
@@ -217,73 +293,105 @@ def find_whole_checkpoint(source: Path, folder: Path, say: Callable[[str], objec
             stack.enter_context(hold_folder_lock(folder, 0))
             whole, damaged = find_newest_undamaged(source)
         if whole is None and damaged:
-            raise CheckpointError(f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start again "
-                                  "with another --out")
-        if is_own:
-            damaged = {rename_damaged(path): error for path, error in damaged.items()}
-    for path, error in damaged.items():
-        say(f"{error}; it is kept as {path}, and training continues from {whole and whole.path}")
+            raise CheckpointError(
+                f"{next(iter(damaged.values()))}; no checkpoint in {source} is whole: start again "
+                "with another --out"
+            )
+        report_damaged(damaged, whole, say, rename=is_own)
     return whole
 
 
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
-    """Check the run's folder and checkpoint before planning. Raises the errors of `run`."""
+    """Check that the run's folder is free, and that `resume`, if any, fits.
+
+    Raises FolderError if the run would overwrite results of another one, CheckpointError if the
+    checkpoint is of another job or the folder's newest one cannot be read, and OSError.
+    """
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
     if request.folder.is_dir():
         with hold_folder_lock(request.folder, 0):
-            raise_unless_free(request.folder, resume, config, force=request.force, again=request.is_in_place)
+            raise_unless_free(
+                request.folder, resume, config, force=request.force, again=request.is_in_place
+            )
 
 
 def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> bool:
-    """Warn if all `iterations` were done when a checkpoint was written. Return whether nothing is
-    left to do: True if the run's parameters are written, too.
+    """Warn if all `iterations` were done before; return whether nothing is left to do.
 
-    If nothing is left and --json is given, the run's answer is printed.
+    What may be left is to write the parameters. If nothing is left, --json prints the run's answer.
     """
     if resume.iteration < iterations:
         return False
     answer = answer_if_done(request.folder, resume, iterations)
-    err.print(f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left to do"
-              f"{'' if answer else ' but to write the parameters'}; --iterations trains further", style="yellow",
-              soft_wrap=True)
+    err.print(
+        f"{resume.path} has seen {resume.iteration} iterations of {iterations}: nothing is left "
+        f"to do{'' if answer else ' but to write the parameters'}; --iterations trains further",
+        style="yellow",
+        soft_wrap=True,
+    )
     if answer is not None and request.json:
         print_json(answer)
     return answer is not None
 
 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
-    """Return whether the run to join has done all iterations, by this node's files."""
+    """Return whether the run is done, so that this node need not join it.
+
+    The result is False if this node cannot read the run's files.
+    """
+    # A record for a takeover says that workers may live, and the run go on.
     with suppress(CheckpointError, OSError):
-        checkpoint = None if request.resume is None or read_takeover_record(request.folder) is not None else \
-            find_checkpoint(request.resume)
+        checkpoint = (
+            None
+            if request.resume is None or read_takeover_record(request.folder) is not None
+            else find_checkpoint(request.resume)
+        )
         return checkpoint is not None and is_run_done(request.folder, checkpoint, iterations)
     return False
 
 
 def is_run_done(folder: Path, resume: Checkpoint, iterations: int) -> bool:
-    """Return whether a run is done and written, with `resume` newest. Raises CheckpointError."""
+    """Return whether the run that would resume from `resume` in `folder` is done already.
+
+    A run is done if its newest checkpoint, `resume`, is of the last iteration, and all parameters
+    are written. Raises CheckpointError if a checkpoint cannot be read.
+    """
     newest = open_latest(folder / CHECKPOINTS)
-    return (resume.iteration >= iterations and newest is not None and newest.path.resolve() == resume.path.resolve()
-            and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers))))
+    return (
+        resume.iteration >= iterations
+        and newest is not None
+        and newest.path.resolve() == resume.path.resolve()
+        and all(layer_path(folder, layer).exists() for layer in range(len(resume.manifest.layers)))
+    )
 
 
 def answer_if_done(folder: Path, resume: Checkpoint, iterations: int) -> dict[str, object] | None:
-    """Return the answer of `train --json` for a run with nothing left to do.
+    """Return a run's JSON answer if it is done (`is_run_done`), otherwise None.
 
-    None if something is left. The run in `folder` would resume from `resume`. One whose iterations
-    are all done still has something to do if its parameters are missing.
+    The result is None, too, if a file of the run cannot be read.
     """
+    # The digest of parameters is computed from the files that the run has written.
     with suppress(CheckpointError, DocumentError, TensorError, OSError):
         if not is_run_done(folder, resume, iterations):
             return None
         layers = range(len(resume.manifest.layers))
         schedule = read(folder / "schedule.json")
-        digests = {name: tensor_digest(name, tensor) for layer in layers
-                   for name, tensor in _load_named_layer(layer, folder).items()}
-        return {"iterations": 0, "losses": [], "parameter_digest": combined_digest(digests),
-                "first_iteration": resume.iteration, "recoveries": [], "slow_workers": [],
-                "measured_period": None, "planned_period": schedule.seconds(schedule.period_ticks)}
+        digests = {
+            name: tensor_digest(name, tensor)
+            for layer in layers
+            for name, tensor in _load_named_layer(layer, folder).items()
+        }
+        return {
+            "iterations": 0,
+            "losses": [],
+            "parameter_digest": combined_digest(digests),
+            "first_iteration": resume.iteration,
+            "recoveries": [],
+            "slow_workers": [],
+            "measured_period": None,
+            "planned_period": schedule.seconds(schedule.period_ticks),
+        }
     return None
 
 

@@ -18,7 +18,6 @@ from slipstream.runtime.events import (
     FetchAbandoned,
     FetchBegun,
     FetchProgressed,
-    Finished,
     HandedOver,
     Joined,
     LeftOut,
@@ -29,6 +28,7 @@ from slipstream.runtime.events import (
     PlanAsked,
     Recovered,
     Resumed,
+    RunFinished,
     SettlingChosen,
     Slowed,
     Started,
@@ -42,25 +42,31 @@ from slipstream.schedules.tables.relabel import count_layers_to_load
 
 
 def busy_shares(schedule: Schedule) -> dict[Worker, float]:
-    """Return the share of the period in which each live worker runs ops on compute."""
-    return schedule.compute_for_each(lambda worker: sum(
-        op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker)) / (schedule.period_ticks or 1))
+    """Return the share of the period in which each live worker computes."""
+    return schedule.compute_for_each(
+        lambda worker: (
+            sum(op.end_ticks - op.start_ticks for op in schedule.ops_on_compute(worker))
+            / (schedule.period_ticks or 1)
+        )
+    )
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """Return the idle share (0 to 1) of the live workers' time over one period."""
+    """Return the share (0 to 1) of their time in which live workers are idle."""
     shares = busy_shares(schedule)
     return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 
 
 def measured_period(iteration: MeasuredIteration) -> float:
     """Return the longest busy window of a worker in a measured iteration, in seconds."""
-    return compute_period_ticks(op for ops in placed_ops(iteration).values() for op in ops) * TICK_SECONDS
+    return (
+        compute_period_ticks(op for ops in placed_ops(iteration).values() for op in ops)
+        * TICK_SECONDS
+    )
 
 
 def summarize_schedule(schedule: Schedule) -> dict[str, object]:
-    """Return the answer of `slipstream show --json`: durations in seconds, memory in the job's
-    unit."""
+    """Return the JSON answer of `slipstream show`: seconds, and memory in the job's unit."""
     peaks = memory_peaks(schedule).values()
     return {
         "job": schedule.job,
@@ -76,7 +82,9 @@ def summarize_schedule(schedule: Schedule) -> dict[str, object]:
         "failed": [str(worker) for worker in schedule.failed],
         "rerouted": schedule.rerouted,
         "shed": schedule.shed,
-        "holds": {str(seat.worker): seat.holds for seat in schedule.seats if seat.holds is not None},
+        "holds": {
+            str(seat.worker): seat.holds for seat in schedule.seats if seat.holds is not None
+        },
         "moves": [{"worker": str(seat.worker), "role": str(seat.role)} for seat in schedule.moves],
         "peak_memory": max(peaks) * schedule.memory.unit if schedule.memory and peaks else None,
         "bubble_share": bubble_share(schedule),
@@ -84,7 +92,7 @@ def summarize_schedule(schedule: Schedule) -> dict[str, object]:
 
 
 def gap_text(gap: float) -> str:
-    """Return a gap to a bound in percent, never 0 unless it is."""
+    """Return a gap to a bound in percent, which is `0.00%` only for no gap."""
     return f"{max(gap, 1e-4) if gap > 0 else 0.0:.2%}"
 
 
@@ -94,7 +102,10 @@ def summary_line(schedule: Schedule) -> str:
     if schedule.status == "optimal":
         parts.append(f"proven optimal {schedule.scope.description}")
     elif schedule.gap is not None:
-        parts.append(f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap {gap_text(schedule.gap)}")
+        parts.append(
+            f"bound {duration(schedule.seconds(schedule.lower_bound_ticks))}, gap "
+            f"{gap_text(schedule.gap)}"
+        )
     parts.append(f"bubbles {bubble_share(schedule):.1%}")
     if schedule.failed:
         parts.append(f"{len(schedule.failed)} down, {schedule.rerouted} re-routed")
@@ -110,27 +121,32 @@ def _describe_memory(schedule: Schedule) -> str:
     peaks = memory_peaks(schedule).values()
     if schedule.memory is None or not peaks:
         return ""
-    least, most = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
-    return f"peak memory {least:,.6g}" + (f" to {most:,.6g}" if most > least else "") + ", in the job file's unit"
+    lowest, highest = (peak * schedule.memory.unit for peak in (min(peaks), max(peaks)))
+    return (
+        f"peak memory {lowest:,.6g}"
+        + (f" to {highest:,.6g}" if highest > lowest else "")
+        + ", in the job file's unit"
+    )
 
 
 def role_change_lines(schedule: Schedule) -> list[str]:
-    """Return one line for each worker that plays a role other than its own. Empty if all keep
-    theirs."""
+    """Return one line for each worker that plays a role other than its own."""
     lines = []
     for seat in schedule.moves:
         loads = count_layers_to_load(schedule.grid, seat.worker, seat.role)
-        lines.append(f"{seat.worker} takes over {seat.role}: " + (
-            "loads its parameters from a peer" if loads else "holds its parameters already"))
+        lines.append(
+            f"{seat.worker} takes over {seat.role}: "
+            + ("loads its parameters from a peer" if loads else "holds its parameters already")
+        )
     return lines
 
 
 EventGroup = Literal["failure", "order", "join", "slow", "layers", "checkpoint", "other"]
-"""Name of a group of events of a run. Each group has its own kind of mark on the page of a run."""
+"""Group of events that have the same kind of mark on a run's page."""
 
 
 def event_group(event: AnyEvent) -> EventGroup | None:
-    """Return an event's group, which decides its mark on the page; None without a mark."""
+    """Return the group that decides an event's mark on the page; None if no mark."""
     match event:
         case Failed() | NodeLost() | WentBack() | CoordinatorRestarted():
             return "failure"
@@ -154,23 +170,41 @@ def describe_event(event: AnyEvent) -> str:
     """Return one line that says what happened in an event of a run."""
     match event:
         case Started():
-            return "started" if event.iteration == 0 else f"restarted from iteration {event.iteration}"
+            return (
+                "started" if event.iteration == 0 else f"restarted from iteration {event.iteration}"
+            )
         case Failed():
             return event.reason
         case NodeLost():
-            return f"node {event.node} is lost, with all of its workers: {', '.join(map(str, event.workers))}"
+            return (
+                f"machine {event.node} is lost, with all of its workers: "
+                f"{', '.join(map(str, event.workers))}"
+            )
         case OrderGiven():
-            return (f"{event.phase}: {event.live} workers train, with a period of {duration(event.planned_period)} "
-                    "planned")
+            return (
+                f"{event.phase}: {event.live} workers train, with a period of "
+                f"{duration(event.planned_period)} planned"
+            )
         case PlanAsked():
             return f"a schedule {_list_down(event.down)} is asked for"
         case PlanAnswered():
-            answer = f"not found: {event.error}" if event.error is not None else f"ready in {duration(event.took)}"
-            return f"the schedule {_list_down(event.down)}{'' if event.phase == 'at once' else ', settled'}: {answer}"
+            answer = (
+                f"not found: {event.error}"
+                if event.error is not None
+                else f"ready in {duration(event.took)}"
+            )
+            return (
+                "the schedule "
+                f"{_list_down(event.down)}{'' if event.phase == 'at once' else ', settled'}: "
+                f"{answer}"
+            )
         case Joined():
             return f"worker {event.worker} has joined"
         case Resumed():
-            return f"training continues with {event.live} workers, after a pause of {duration(event.pause)}"
+            return (
+                f"training continues with {event.live} workers, after a pause of "
+                f"{duration(event.pause)}"
+            )
         case Slowed():
             return f"worker {event.worker} is slow: it takes {event.factor:.3g} times as long"
         case Recovered():
@@ -183,26 +217,38 @@ def describe_event(event: AnyEvent) -> str:
             return f"checkpoint of iteration {event.checkpoint}, written in {duration(event.took)}"
         case Noted():
             return event.text
-        case Finished():
+        case RunFinished():
             return "ended" if event.error is None else f"ended early: {event.error}"
         case _:
             return _describe_layer_event(event)
 
 
-def _describe_layer_event(event: SettlingChosen | FetchBegun | FetchProgressed | FetchAbandoned | HandedOver | WentBack
-                          ) -> str:
-    """Describe in one line an event in which layers move between workers."""
+def _describe_layer_event(
+    event: SettlingChosen | FetchBegun | FetchProgressed | FetchAbandoned | HandedOver | WentBack,
+) -> str:
+    """Return one line on an event in which layers move between workers."""
     match event:
         case SettlingChosen():
-            pays = "" if event.pays_after is None else f", which pays after {event.pays_after} iterations"
-            return (f"layers {'are to move' if event.settles else 'stay'}: {event.moves_bytes / 1e6:.4g} MB in "
-                    f"{duration(event.move_seconds)} would make the period {duration(event.settled_period)} instead of "
-                    f"{duration(event.present_period)}{pays}")
+            pays = (
+                ""
+                if event.pays_after is None
+                else f", which pays after {event.pays_after} iterations"
+            )
+            return (
+                f"layers {'are to move' if event.settles else 'stay'}: "
+                f"{event.moves_bytes / 1e6:.4g} MB in {duration(event.move_seconds)} would make "
+                f"the period {duration(event.settled_period)} instead of "
+                f"{duration(event.present_period)}{pays}"
+            )
         case FetchBegun():
-            many = len(event.workers) != 1
-            return (f"worker{'s' if many else ''} {', '.join(map(str, event.workers))} "
-                    f"fetch{'' if many else 'es'} {event.layers} layer{'' if event.layers == 1 else 's'}, to "
-                    f"{event.purpose}")
+            subject, verb = (
+                ("worker", "fetches") if len(event.workers) == 1 else ("workers", "fetch")
+            )
+            layers = f"{event.layers} layer{'s' * (event.layers != 1)}"
+            return (
+                f"{subject} {', '.join(map(str, event.workers))} {verb} {layers}, "
+                f"to {event.purpose}"
+            )
         case FetchProgressed():
             return f"{100 * event.share:.0f} % of the layers have been fetched"
         case FetchAbandoned():
@@ -218,11 +264,12 @@ def _list_down(down: Sequence[Worker]) -> str:
 
 
 MAX_LINES = 60
-"""Maximum number of generations, and of events, listed in a terminal: the last."""
+"""Number of last generations, and of last events, that are printed."""
 
 
 def build_run_summary(run: RunRecord) -> dict[str, object]:
-    """Return the answer of `slipstream show --run --json`, with durations in seconds."""
+    """Return the JSON answer of `slipstream show --run`, with times in seconds."""
+    # A run may have been started several times: its last start says what it is to do.
     newest = run.starts[-1]
     return {
         "job": newest.job,
@@ -233,41 +280,54 @@ def build_run_summary(run: RunRecord) -> dict[str, object]:
         "starts": len(run.starts),
         "state": state(run),
         "failures": sum(isinstance(item.event, Failed) for item in run.events),
-        "longest_pause": max((item.event.pause for item in run.events if isinstance(item.event, Resumed)), default=0.0),
+        "longest_pause": max(
+            (item.event.pause for item in run.events if isinstance(item.event, Resumed)),
+            default=0.0,
+        ),
         "throughput": mean_throughput(run),
-        "orders": [_summarize_generation(run, item) for item in run.stretches],
+        "orders": [_summarize_generation(run, item) for item in run.generations],
         "events": str(run.folder / EVENTS),
     }
 
 
-def _summarize_generation(run: RunRecord, stretch: GenerationRecord) -> dict[str, object]:
+def _summarize_generation(run: RunRecord, generation: GenerationRecord) -> dict[str, object]:
     return {
-        "from": stretch.begin, "to": stretch.end, "first_iteration": stretch.order.iteration,
-        "iterations": len(stretch.committed), "phase": stretch.order.phase, "live": stretch.order.live,
-        "planned_period": stretch.order.planned_period, "measured_period": stretch.measured_period,
-        "planned_share": stretch.planned_share, "measured_share": run.measured_share(stretch),
-        "throughput": stretch_rate(run, stretch),
-        "schedule": str(schedule_path(run, stretch)),
+        "from": generation.begin,
+        "to": generation.end,
+        "first_iteration": generation.order.iteration,
+        "iterations": len(generation.committed),
+        "phase": generation.order.phase,
+        "live": generation.order.live,
+        "planned_period": generation.order.planned_period,
+        "measured_period": generation.measured_period,
+        "planned_share": generation.planned_share,
+        "measured_share": run.measured_share(generation),
+        "throughput": generation_rate(run, generation),
+        "schedule": str(schedule_path(run, generation)),
     }
 
 
-def schedule_path(run: RunRecord, stretch: GenerationRecord) -> Path:
-    """Return the path of the file of a generation's schedule, in the run's folder."""
-    return run.folder / SCHEDULES / f"{stretch.order.schedule}.json"
+def schedule_path(run: RunRecord, generation: GenerationRecord) -> Path:
+    """Return the path of a generation's schedule in the run's folder."""
+    return run.folder / SCHEDULES / f"{generation.order.schedule}.json"
 
 
 def mean_throughput(run: RunRecord) -> float | None:
-    """Return the run's mean samples per second; None for a run of no length."""
+    """Return the run's mean samples per second; None if the run has taken no time."""
     return len(run.committed) * run.starts[-1].samples / run.seconds if run.seconds else None
 
 
-def stretch_rate(run: RunRecord, stretch: GenerationRecord) -> float | None:
+def generation_rate(run: RunRecord, generation: GenerationRecord) -> float | None:
     """Return a generation's samples per second, by its median iteration; None if unknown."""
-    return run.starts[-1].samples / stretch.iteration_seconds if stretch.iteration_seconds else None
+    return (
+        run.starts[-1].samples / generation.iteration_seconds
+        if generation.iteration_seconds
+        else None
+    )
 
 
 def state(run: RunRecord) -> str:
-    """Describe whether the run has finished, ended early, or may still be running."""
+    """Return words on whether the run has finished, ended early, or may still be running."""
     if run.finish_event is None:
         return "still running, or was killed"
     return "finished" if run.finish_event.error is None else "ended early"
@@ -283,49 +343,87 @@ def run_time(seconds: float) -> str:
 
 
 def as_percent(share: float | None) -> str:
-    """Format a share between 0 and 1 as a percentage. None gives an empty string."""
+    """Format a share between 0 and 1 as a percentage; "" for None."""
     return "" if share is None else f"{100 * share:.0f} %"
 
 
 def notable_events(run: RunRecord) -> list[TimedEvent]:
-    """Return the run's events that have a group (`event_group`), for a line each."""
+    """Return the run's events that get a mark on its page: those with an `event_group`."""
     return [happened for happened in run.events if event_group(happened.event) is not None]
 
 
 def run_headline(run: RunRecord) -> str:
-    """Return one line on the run: job, state, iterations, duration, throughput, workers and
-    failures."""
+    """Return a line on job, state, iterations, duration, throughput, workers and failures."""
     newest, mean = run.starts[-1], mean_throughput(run)
-    failures = sum(isinstance(one.event, Failed) for one in run.events)
-    return escape_controls(f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations in "
-                           f"{run_time(run.seconds)}") + (f" · {mean:.4g} samples/s" if mean else "") \
+    failures = sum(isinstance(entry.event, Failed) for entry in run.events)
+    return (
+        escape_controls(
+            f"{newest.job}: {state(run)} · {len(run.committed)} of {newest.iterations} iterations "
+            f"in {run_time(run.seconds)}"
+        )
+        + (f" · {mean:.4g} samples/s" if mean else "")
         + f" · {newest.workers} workers · {failures} failure{'s' * (failures != 1)}"
+    )
 
 
 def print_run(run: RunRecord, console: Console) -> None:
     """Print the history of a run as text on a console."""
     console.print(run_headline(run), style="bold", soft_wrap=True)
-    console.print(_generations_table(run.stretches[-MAX_LINES:], run))
-    console.print("Shares are of the throughput with all workers, planned and measured; above 100 % where "
-                  "those iterations were slower, as the first ones of a run are.", style="dim")
+    console.print(_generations_table(run.generations[-MAX_LINES:], run))
+    console.print(
+        "Shares are of the throughput with all workers, planned and measured; above 100 % where "
+        "those iterations were slower, as the first ones of a run are.",
+        style="dim",
+    )
+    # The last events matter most in a terminal; the file has them all.
     events = notable_events(run)
     if len(events) > MAX_LINES:
-        console.print(f"{len(events) - MAX_LINES} earlier events are in {run.folder / EVENTS}", style="dim",
-                      soft_wrap=True)
+        console.print(
+            f"{len(events) - MAX_LINES} earlier events are in {run.folder / EVENTS}",
+            style="dim",
+            soft_wrap=True,
+        )
     for event in events[-MAX_LINES:]:
-        console.print(f"{run_time(event.at):>10}  iteration {event.event.iteration:>6}  "
-                      f"{escape_controls(describe_event(event.event))}", soft_wrap=True)
+        console.print(
+            f"{run_time(event.at):>10}  iteration {event.event.iteration:>6}  "
+            f"{escape_controls(describe_event(event.event))}",
+            soft_wrap=True,
+        )
 
 
-def _generations_table(stretches: Sequence[GenerationRecord], run: RunRecord) -> Table:
-    table = Table("from", "iterations", "phase", "workers", "planned", "share", "measured", "share", "samples/s",
-                  box=None, padding=(0, 1, 0, 0))
+def _generations_table(generations: Sequence[GenerationRecord], run: RunRecord) -> Table:
+    table = Table(
+        "from",
+        "iterations",
+        "phase",
+        "workers",
+        "planned",
+        "share",
+        "measured",
+        "share",
+        "samples/s",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
     for column in table.columns:
         column.justify, column.no_wrap = "left" if column.header == "phase" else "right", True
-    for one in stretches:
-        measured, speed, first = one.measured_period, stretch_rate(run, one), one.order.iteration
-        table.add_row(run_time(one.begin), f"{first}-{first + len(one.committed) - 1}" if one.committed else str(first),
-                      one.order.phase, str(one.order.live), duration(one.order.planned_period),
-                      as_percent(one.planned_share), "" if measured is None else duration(measured),
-                      as_percent(run.measured_share(one)), "" if speed is None else f"{speed:.4g}")
+    # A generation that ended before an iteration has nothing measured.
+    for generation in generations:
+        measured, speed = generation.measured_period, generation_rate(run, generation)
+        iterations = str(generation.order.iteration)
+        if generation.committed:
+            iterations += f"-{generation.order.iteration + len(generation.committed) - 1}"
+        measured_text = "" if measured is None else duration(measured)
+        speed_text = "" if speed is None else f"{speed:.4g}"
+        table.add_row(
+            run_time(generation.begin),
+            iterations,
+            generation.order.phase,
+            str(generation.order.live),
+            duration(generation.order.planned_period),
+            as_percent(generation.planned_share),
+            measured_text,
+            as_percent(run.measured_share(generation)),
+            speed_text,
+        )
     return table

@@ -1,9 +1,7 @@
-"""List placements of the literature, and find promising divisions of layers.
+"""List placements from the literature, and find good divisions of layers over stages.
 
-A division is of a job's layers over virtual stages.
-
-A division is ranked by the mean work of its busiest worker per micro-batch. The order of ops does
-not count.
+A division is better if its busiest worker has less work per micro-batch, on average over
+directions. The order of ops does not count.
 """
 
 import random
@@ -19,10 +17,10 @@ MAX_CHUNKS = 6
 
 
 def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Iterate over the placements known from the literature that a job can have.
+    """Iterate over the placements from the literature that a job can have.
 
-    It has these columns and layers. Each is yielded as the name of its order, such as "v", and the
-    number of virtual stages per worker.
+    The result is pairs of the name of a placement, such as "v", and the number of virtual stages
+    per worker. `stages` is the number of columns, `layers` that of the model's layers.
     """
     yield "linear", 1
     for chunks in range(2, min(MAX_CHUNKS, layers // stages) + 1):
@@ -34,10 +32,7 @@ def known_placements(stages: int, layers: int) -> Iterator[tuple[str, int]]:
 
 
 class StageLoads:
-    """Calculator of each worker's seconds of work per micro-batch.
-
-    It takes any placement and division of a pipeline.
-    """
+    """Calculator of the work of each worker, for any `Arrangement` of a job's layers."""
 
     def __init__(self, layers: MovableLayers) -> None:
         self._stages = layers.job.stages
@@ -47,9 +42,9 @@ class StageLoads:
         self.count = layers.layers
 
     def column_loads(self, arrangement: Arrangement) -> list[float]:
-        """Return the seconds of work of each column's worker per micro-batch.
+        """Return the seconds of work per micro-batch of a worker in each column.
 
-        With two directions, it is the mean of both.
+        In a bidirectional pipeline, work is the mean of the two directions.
         """
         loads = [0.0] * self._stages
         for (first, end), column in zip(
@@ -64,10 +59,10 @@ class StageLoads:
         return loads
 
     def ranking_key(self, arrangement: Arrangement) -> tuple[float, float]:
-        """Return a sort key that puts the better placement and division first.
+        """Return a key by which arrangements sort, the most even first.
 
-        It has the work of the busiest worker, then the sum of squares of the work of workers and
-        virtual stages.
+        The key is the work of the busiest worker, then the sum of the squares of the work of each
+        worker and of each virtual stage.
         """
         edges = [0, *arrangement.layer_ends]
         columns = self.column_loads(arrangement)
@@ -78,13 +73,15 @@ class StageLoads:
         return max(columns), squares
 
     def balance_layers(self, order: str, chunks: int) -> Arrangement:
-        """Return the placement that `order` names, with a balanced division of the layers.
+        """Return an arrangement with columns in this order and layers divided evenly by work.
 
-        Its busiest worker has as little work as was found. The division is improved by moves of one
-        layer. `chunks` is the number of virtual stages of a worker.
+        The order is a name from `[placement] order`. Each worker has `chunks` virtual stages, for
+        each of which there must be a layer. Layers are moved one at a time, as long as the
+        arrangement becomes more even (`ranking_key`).
         """
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
+        # To begin with, each stage ends where the work so far is nearest to its share.
         for stage in range(1, virtual):
             low, high = ends[-1] + 1, self.count - virtual + stage
             ends.append(
@@ -97,9 +94,12 @@ class StageLoads:
         best = Arrangement(
             order=order, chunks=chunks, counts=tuple(end - first for first, end in pairwise(edges))
         )
+        # Then the best move of a layer, again and again, up to a limit.
         for _ in range(8 * virtual):
-            better = min((self.ranking_key(near), near.counts, near)
-                         for near in [best, *neighbouring_arrangements(best)])
+            better = min(
+                (self.ranking_key(near), near.counts, near)
+                for near in [best, *neighbouring_arrangements(best)]
+            )
             if better[2] is best or better[0] >= self.ranking_key(best):
                 break
             best = better[2]
@@ -109,7 +109,7 @@ class StageLoads:
 def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]:
     """Iterate over copies of an arrangement, each with one layer moved.
 
-    It moves to a virtual stage at most four stages away.
+    The layer moves to a virtual stage at most four stages away.
     """
     counts = arrangement.counts
     for stage, count in enumerate(counts):
@@ -120,15 +120,17 @@ def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]
                 yield msgspec.structs.replace(arrangement, counts=tuple(changed))
 
 
-def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
-                     chance: random.Random) -> Arrangement | None:
-    """Return an arrangement after one or two random steps.
+def change_at_random(
+    arrangement: Arrangement, stages: int, loads: StageLoads, chance: random.Random
+) -> Arrangement | None:
+    """Return a copy of an arrangement after one or two random steps.
 
-    None if no layer can be moved. A step moves a layer to a virtual stage at most two stages away,
-    often from the busier of two workers by `loads`, or swaps the workers of two virtual stages. The
-    random numbers are those of `chance`.
+    None if no layer can move. A step moves a layer to a virtual stage at most two stages away,
+    often from the busier of two workers by `loads`. Or it swaps the columns of two virtual stages.
+    `stages` is the number of columns. The random numbers come from `chance`.
     """
     for _ in range(chance.choice((1, 1, 2))):
+        # Now and then another placement, if workers have several stages.
         if arrangement.chunks > 1 and chance.random() < 0.15:
             columns = list(arrangement.stage_columns(stages))
             first, second = chance.sample(range(len(columns)), 2)
@@ -136,11 +138,13 @@ def change_at_random(arrangement: Arrangement, stages: int, loads: StageLoads,
             arrangement = msgspec.structs.replace(arrangement, order=tuple(columns))
             continue
         counts = list(arrangement.counts)
+        # Every virtual stage keeps at least one layer.
         donors = [stage for stage, count in enumerate(counts) if count > 1]
         if not donors or len(counts) < 2:
             return None
         column_loads = loads.column_loads(arrangement)
         columns = list(arrangement.stage_columns(stages))
+        # Half of the moves relieve the busier of two random workers, the others explore.
         stage = (
             max(
                 chance.sample(donors, min(2, len(donors))),

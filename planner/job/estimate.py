@@ -1,12 +1,10 @@
 """Estimate a job file for a model that was not measured.
 
-Stage times and memory follow from shapes and data sheets.
-
-`model_shape` gives the work and memory of a layer per token. I costs as much as F in matrix
-products and twice as much in attention and scans; W costs as much in products and nothing in the
-others. A product takes at least as long as reading its weights or, in W, adding to their gradients,
-which limits experts that have few tokens each. Element-wise ops are not counted except for the
-loss, so a measured W is shorter, relative to its F, than the estimate.
+`model_shape` gives the work and memory of a layer per token. In matrix products, I and W cost as
+much as F each. In attention and scans, I costs twice as much as F, and W nothing. A product takes
+at least as long as reading its weights or, in W, adding to their gradients, which limits experts
+that have few tokens each. Element-wise ops are not counted except for the loss, so a measured W is
+shorter, relative to its F, than the estimate.
 """
 
 import math
@@ -24,43 +22,37 @@ from slipstream.planner.job.model_shape import VALUE_BYTES, LayerShape, ModelLay
 from slipstream.planner.job.toml import round_times
 
 BYTES_HELD = 18
-"""Bytes that are held per parameter.
+"""Bytes that are held per parameter without undo copies.
 
-bf16 weight, float32 gradient, float32 master weight and two moments of AdamW.
+They are a bf16 weight, a float32 gradient, a float32 master weight and two moments of AdamW.
 """
 BYTES_UNDO = 12
 """Bytes per parameter of the undo copies: of the master weight and the moments."""
 BYTES_WHOLE = 6
 """Bytes per parameter that every holder keeps even if optimizer state is sharded.
 
-bf16 weight and float32 gradient.
+They are a bf16 weight and a float32 gradient.
 """
 BYTES_STATE = BYTES_HELD + BYTES_UNDO - BYTES_WHOLE
-"""Bytes per parameter that sharding of the optimizer state divides over holders.
+"""Bytes per parameter that are divided over holders if optimizer state is sharded.
 
-Master weight, moments, undo copies.
+They are the master weight, the moments and their undo copies.
 """
 UNIT_BYTES = 10**6
-"""Bytes on each GPU of a worker in one unit of an estimated file's memory."""
+"""Bytes on each GPU of a worker in an estimated job's unit of memory."""
 BYTES_READ = 2
-"""Bytes of memory traffic per parameter of a product in F or I.
-
-The bf16 weight, read once.
-"""
+"""Bytes read per parameter of a product in F or I: a bf16 weight."""
 BYTES_ADDED = 8
-"""Bytes of memory traffic per parameter of a product in W.
-
-The float32 gradient, read and written.
-"""
+"""Bytes read and written per parameter of a product in W: a float32 gradient."""
 BYTES_STEPPED = 34
 """Bytes of memory traffic per parameter of an AdamW step.
 
-It reads gradient, master weight and moments, and writes the latter two.
+The step reads gradient, master weight and moments, and writes these and the bf16 weight.
 """
 BYTES_MOMENT = 4
-"""Bytes per parameter that Muon saves over AdamW, one moment.
+"""Bytes per parameter of AdamW's second moment, which Muon lacks.
 
-It saves them once in the optimizer state and once in the undo copy.
+Muon saves these bytes twice: in the optimizer state and in the undo copy.
 """
 
 
@@ -103,12 +95,12 @@ GPUS = {
 }
 """GPUs by name, with values from NVIDIA's data sheets.
 
-The network has one port of 200 Gb/s (A100) or 400 Gb/s per GPU.
+There is one network port per GPU, of 200 Gb/s (A100) or 400 Gb/s.
 """
 
 
 class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Distribution of a model over GPUs. A worker is `tensor_parallel` GPUs."""
+    """How a model is distributed: over which GPUs, of which each worker has `tensor_parallel`."""
 
     gpu: GpuSpec
     pipelines: int
@@ -121,13 +113,10 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     shard_optimizer: bool = False
     """True if the workers of a stage share its optimizer state.
 
-    Each keeps a part, and a copy of another part.
+    Each worker keeps a part, and a copy of another part.
     """
     muon: bool = False
-    """True if Muon steps the matrices of layers, and AdamW steps embedding and head.
-
-    Muon needs whole matrices.
-    """
+    """True if Muon steps the layers' matrices, which must be whole. AdamW steps the rest."""
 
     @property
     def stepped_share(self) -> float:
@@ -138,25 +127,20 @@ class ModelLayout(msgspec.Struct, frozen=True, kw_only=True):
     def held_bytes_per_parameter(self) -> float:
         """Bytes that a worker holds permanently per parameter.
 
-        With sharded state, while all workers of the stage are alive.
+        If state is sharded, this is the number for a stage whose workers are all alive.
         """
         return BYTES_WHOLE + BYTES_STATE * self.stepped_share
 
 
 class _Cost(NamedTuple):
-    """Estimated cost of one or several layers on each GPU of a worker.
-
-    It has seconds and activation bytes for one micro-batch, the number of parameters and the bytes
-    that are always held, and for the optimizer step, the parameters that Muon steps and the seconds
-    of its matrix products.
-    """
+    """Estimated cost of one or several layers on each GPU of a worker."""
 
     forward: float
-    """Seconds of F. `backward_input` and `backward_weight` are in seconds, too."""
+    """Seconds of F; `backward_input` and `backward_weight` are in seconds, too."""
     backward_input: float
     backward_weight: float
     activation: float
-    """Bytes of activations. `stash` is in bytes, too."""
+    """Bytes of activations; `stash` is in bytes, too."""
     stash: float
     recomputed: float
     """Bytes of activations if only each layer's input is kept and the rest is recomputed."""
@@ -172,15 +156,12 @@ class _Cost(NamedTuple):
 def estimate_job(
     name: str, model: ModelLayers, layout: ModelLayout
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the tables of a job file for a distributed model, and comments.
+    """Return the tables of a job file for a distributed model, and its comments.
 
-    The `layout` says how it is distributed. Values are estimated from the GPU's data sheet. The
-    comments are lines, by table, that say how.
-
-    Values are estimated from the GPU's data sheet. The comments are lines, by table, that say how.
-
-    Raises ValueError with a message of one line if there are more stages than layers, or the model
-    does not fit.
+    `layout` says how the model is distributed. Values are estimated from the GPU's data sheet. The
+    comments are lines of text, by the name of their table, that say how. Raises ValueError with a
+    message of one line if there are more stages than layers, the model does not fit, or Muon would
+    not have whole matrices.
     """
     if layout.muon and (layout.shard_optimizer or layout.tensor_parallel > 1):
         raise ValueError(
@@ -192,6 +173,7 @@ def estimate_job(
             "per layer"
         )
     tokens = layout.microbatch_size * model.sequence
+    # Layers are divided over stages by their work; the first stage's I is part of its W.
     work = [sum(op_seconds(layer, layout, tokens)) for layer in model.layers]
     counts = divide_layers(work, layout.stages)
     ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
@@ -205,19 +187,15 @@ def estimate_job(
     by_layer: dict[str, Sequence[float]] = {**_op_times(layers, layout), **_memory_sizes(layers)}
 
     def sum_by_stage(of_layers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Return the sums of the layers' values over each stage, by key.
-
-        A key of the job file is such as `forward`; sums are rounded to 12 digits. A key is such as
-        `forward`; sums are rounded to 12 digits.
-
-        With more digits, rounding errors of the sums would require finer ticks in plans that cut
-        stages.
-        """
+        """Return the sums of layers' values over each stage, by key such as `forward`."""
+        # With more than 12 digits, rounding errors would require finer ticks in plans that cut
+        # stages.
         sums: dict[str, list[float]] = {}
         for key, values in of_layers.items():
             sums[key] = [float(f"{sum(values[begin:end]):.12g}") for begin, end in pairwise(ends)]
         return sums
 
+    # All ranks of a worker send their part at the same time.
     boundary_bytes = VALUE_BYTES * tokens * model.hidden
     transfer = boundary_bytes / layout.tensor_parallel / layout.gpu.network
     state: dict[str, list[int]] = {}
@@ -240,6 +218,7 @@ def estimate_job(
         "placement": {"layers": counts},
         "layers": unlike,
     }
+    # What the runtime must do for the estimate to be true.
     training: dict[str, Any] = {}
     if layout.tensor_parallel > 1:
         training["tensor_parallel"] = layout.tensor_parallel
@@ -255,9 +234,10 @@ def estimate_job(
 def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[float, float, float]:
     """Return the seconds of F, I and W of a layer for `tokens` tokens.
 
-    Its input needs a gradient.
+    The layer is not the model's first: its input needs a gradient.
     """
     gpus, bandwidth = layout.tensor_parallel, layout.gpu.memory_bandwidth * layout.tensor_parallel
+    # A roofline: a product is limited by arithmetic, or by the memory traffic of its weights.
     rate = layout.gpu.flops * layout.efficiency * gpus
     products, mixing = 2 * layer.used * tokens, layer.mixing * tokens
     loss, reading = layer.loss_bytes * tokens / bandwidth, BYTES_READ * layer.matrices / bandwidth
@@ -269,18 +249,16 @@ def op_seconds(layer: LayerShape, layout: ModelLayout, tokens: int) -> tuple[flo
 
 
 def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: bool) -> _Cost:
-    """Return the estimated times and memory of a layer for a micro-batch of `tokens` tokens.
-
-    If `whole`, the layer is in the first stage, whose input needs no gradient: torch leaves the
-    whole backward to W.
-    """
+    """Return a layer's cost; if `whole`, the layer leaves all of its backward to W."""
     forward, backward_input, backward_weight = op_seconds(layer, layout, tokens)
+    # A worker's ranks share a layer evenly, in memory as in work.
     activation, stash, recomputed = (
         amount * tokens / layout.tensor_parallel
         for amount in (*layer.worst_case_bytes(layout.tensor_parallel), layer.recomputed)
     )
     parameters = layer.parameters / layout.tensor_parallel
     by_muon = float(layer.by_muon * layout.muon)
+    # Muon has one moment less than AdamW, in the state and in the undo copy.
     return _Cost(
         forward=forward,
         backward_input=0 if whole else backward_input,
@@ -296,11 +274,9 @@ def _layer_cost(layer: LayerShape, layout: ModelLayout, tokens: int, *, whole: b
 
 
 def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[float]]:
-    """Return rounded seconds of each op by its key in `[time]`.
-
-    There is a value for each element of `costs` (stages or layers).
-    """
+    """Return the rounded seconds of each op for each of `costs`, by key of `[time]`."""
     gpu = layout.gpu
+    # A ring all-reduce of float32 gradients (Patarasuk and Yuan, 2009).
     ring = 2 * (layout.pipelines - 1) / layout.pipelines * 4 / gpu.network
     step, gather = layout.stepped_share * BYTES_STEPPED / gpu.memory_bandwidth, 0.0
     # reduce to the owner of each part, copy to its buddy, gather bf16 weights
@@ -321,10 +297,7 @@ def _op_times(costs: Sequence[_Cost], layout: ModelLayout) -> dict[str, list[flo
 
 
 def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
-    """Return the memory that each stage leaves for activations on a GPU, in `UNIT_BYTES`.
-
-    Raises ValueError if a stage does not fit.
-    """
+    """Return stages' memory for activations in `UNIT_BYTES`. Raises ValueError if too small."""
     for stage, cost in enumerate(costs):
         if gpu.memory_bytes - cost.held_bytes < cost.activation:
             raise ValueError(
@@ -336,10 +309,7 @@ def _capacity_by_stage(costs: Sequence[_Cost], gpu: GpuSpec) -> list[int]:
 
 
 def _memory_sizes(costs: Sequence[_Cost]) -> dict[str, list[int]]:
-    """Return sizes in `UNIT_BYTES` by their key in `[memory]`.
-
-    There is a value for each element of `costs` (stages or layers).
-    """
+    """Return memory in `UNIT_BYTES` for each of `costs`, by key of `[memory]`."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for cost in costs:
         sizes["activation"].append(math.ceil(cost.activation / UNIT_BYTES))
@@ -366,9 +336,12 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
     if layout.muon:
         memory[0] += f" Of what Muon steps, {2 * BYTES_MOMENT} less."
     size = f"{model.parameter_count / 1e9:.3g} billion parameters"
+    # A model of equal layers is described by its width; one of unlike layers by their kinds.
     if model.ends_merged:
-        what = [f"Estimated, not measured: {size} ({len(model.layers)} layers of "
-                f"width {model.hidden}), sequences of {model.sequence},"]
+        what = [
+            f"Estimated, not measured: {size} ({len(model.layers)} layers of "
+            f"width {model.hidden}), sequences of {model.sequence},"
+        ]
         times = [
             "Seconds. Matrix products and attention only; optimizer: AdamW, bound by memory "
             "bandwidth;"
@@ -376,7 +349,7 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
         memory += [
             "activation: 34 bytes a token and unit of width and layer (attention fused); "
             "weight_stash: 32.",
-            "recomputed: 2, what is held where [training] recompute = \"auto\" has activations "
+            'recomputed: 2, what is held where [training] recompute = "auto" has activations '
             "computed again.",
         ]
         placement = (
@@ -401,7 +374,7 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
         memory += [
             "activation: what the backward reads (attention and scans fused); weight_stash: inputs "
             "of products and gradients of outputs.",
-            "recomputed: inputs of layers, held where [training] recompute = \"auto\" has "
+            'recomputed: inputs of layers, held where [training] recompute = "auto" has '
             "activations computed again.",
         ]
         placement = (
@@ -449,11 +422,11 @@ def _table_comments(model: ModelLayers, layout: ModelLayout) -> dict[str, list[s
 
 
 def divide_layers(work: Sequence[float], stages: int) -> list[int]:
-    """Return the number of layers of each stage, at least one.
+    """Return each stage's number of layers such that the busiest has the least work.
 
-    The busiest stage has the least work. The argument `work` has the work of each layer, in order.
-    Among these divisions, one with the least sum of squares of the stages' work is chosen, so that
-    all stages are even.
+    Each stage gets at least one layer, and `work` has the work of each layer, in order. Of the
+    divisions for which this holds, one with the least sum of squares of stages' work is chosen, so
+    that stages other than the busiest are even, too.
     """
     inner = work[1:-1]
     if inner and max(inner) <= min(inner) == work[0]:
@@ -462,9 +435,12 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
     # [row, column]: work of layers column to row - 1
     load = np.tril(ends[:, None] - ends[None, :]).astype(float)
     load[np.triu_indices(len(ends))] = np.inf
+    # Dynamic programming: the least longest stage of the first layers, for one stage more each
+    # time.
     longest = load[:, 0]
     for _ in range(stages - 1):
         longest = np.maximum(load, longest[None, :]).min(axis=1)
+    # The same again for the sum of squares, of stages that are not longer than that.
     allowed = np.where(load <= longest[-1] * (1 + 1e-9), load**2, np.inf)
     squares, choices = allowed[:, 0], []
     for _ in range(stages - 1):
@@ -478,11 +454,12 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
 
 
 def _divide_equal_layers(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Return the number of layers of each stage if all layers are equal.
+    """Return stages' numbers of layers, such that the busiest stage has little work.
 
-    The busiest stage has the least work. A layer has work `layer`. The last stage also has the
-    head, with work `head`.
+    A layer has work `layer`; the last stage has `head` more. The others share the rest of the
+    layers evenly; of those that get one more, the second stage is the first.
     """
+    # The last stage gets fewer layers, in exchange for the head; its neighbours are tried, too.
     last = max(
         1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer))
     )

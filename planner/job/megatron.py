@@ -1,5 +1,4 @@
-"""Read and write the split of a model into stages as Megatron-LM's
-`--pipeline-model-parallel-layout` has it.
+"""Read and write Megatron-LM's `--pipeline-model-parallel-layout`, a division into stages.
 
 An example is `Et*3|(t*2|)*29,mL`. E is the embedding, t a decoder layer, m a layer of multi-token
 prediction, L the head with the loss; `|` ends a stage, `x*3` repeats a letter three times, `(..)*3`
@@ -23,54 +22,72 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
 def read_layout(key: str, layout: str) -> tuple[str, ...]:
     """Return the letters of each stage of a Megatron-LM layout, such as `("Ett", "tL")`.
 
-    The argument `key` names the text in the job file. Raises JobError if the text is not a layout.
+    `key` names the text in the job file, for errors. Raises JobError if the text is not a layout.
     """
     text = layout.replace(",", "")
+    # Lengths are summed before anything is written out: a short text can stand for a very long one.
     for repeated in (_REPEATED_GROUP, _REPEATED_LETTER):
         grown = sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text))
         if len(text) + grown > 2 * MAX_WORKERS:
-            raise JobError(f"{key} is {shorten_repr(layout)}; expected at most {MAX_WORKERS} "
-                           "layers")
+            raise JobError(
+                f"{key} is {shorten_repr(layout)}; expected at most {MAX_WORKERS} layers"
+            )
         text = repeated.sub(lambda match: match[1] * int(match[2]), text)
     if re.fullmatch(r"E[t|]*m[tm|]*L", text) and not re.fullmatch(r"E[t|]*m+\|*L", text):
-        raise JobError(f"{key} is {shorten_repr(layout)}; expected all layers of multi-token "
-                       "prediction (m) in one stage, after the decoder layers")
+        raise JobError(
+            f"{key} is {shorten_repr(layout)}; expected all layers of multi-token "
+            "prediction (m) in one stage, after the decoder layers"
+        )
     if not re.fullmatch(r"E[t|]*m*\|*L", text):
-        raise JobError(f"{key} is {shorten_repr(layout)}; expected a layout of Megatron-LM, such "
-                       "as 'Et*3|(t*4|)*2,t*3|L'")
+        raise JobError(
+            f"{key} is {shorten_repr(layout)}; expected a layout of Megatron-LM, such "
+            "as 'Et*3|(t*4|)*2,t*3|L'"
+        )
     return tuple(text.split("|"))
 
 
 def split_letters(counts: Sequence[int], decoder_layers: int) -> tuple[str, ...]:
-    """Return the letters of stages with these numbers of layers.
+    """Return the letters of each stage of a Megatron-LM layout, given its number of layers.
 
-    The model has `decoder_layers` decoder layers. With as many layers as decoder layers, embedding
-    and head are added to the first and the last stage. With two more, they are the first and the
-    last layer, and any further ones are multi-token prediction, before the head. Raises JobError
-    for any other number, and if embedding and head are not in the first and the last stage.
+    The model has `decoder_layers` decoder layers. If the stages have as many layers in total,
+    embedding and head are added to the first and the last stage. If they have two more, embedding
+    and head are the first and the last layer. If they have more than that, the others are
+    multi-token prediction, before the head. Raises JobError if they have fewer or just one more, or
+    if embedding or head is a layer and the first or the last stage has none.
     """
     total = sum(counts)
     more = total - decoder_layers
+    # Embedding and head are either both layers or both not.
     if more < 0 or more == 1:
-        raise JobError(f"--decoder-layers {decoder_layers}: the stages have {total} layers; "
-                       f"expected {total}, or {total - 2} where embedding and head are layers of "
-                       "them, or fewer where multi-token prediction is, too")
+        raise JobError(
+            f"--decoder-layers {decoder_layers}: the stages have {total} layers; "
+            f"expected {total}, or {total - 2} where embedding and head are layers of "
+            "them, or fewer where multi-token prediction is, too"
+        )
+    # Embedding and head cost a stage something, but are no layers of their own.
     if more == 0:
         stages = ["t" * count for count in counts]
         stages[0] = f"E{stages[0]}"
         stages[-1] = f"{stages[-1]}L"
         return tuple(stages)
     if not counts[0] or not counts[-1]:
-        raise JobError("placement.layers gives the first or the last stage no layer; expected "
-                       "embedding and head there")
+        raise JobError(
+            "placement.layers gives the first or the last stage no layer; expected "
+            "embedding and head there"
+        )
+    # All layers in order, cut where the stages end.
     letters = f"E{'t' * decoder_layers}{'m' * (more - 2)}L"
     return tuple(letters[first:end] for first, end in pairwise(prefix_sums(counts)))
 
 
 def write_layout(stages: Sequence[str]) -> str:
-    """Return the layout of stages with these letters, in which what repeats is written once."""
+    """Return the text of a Megatron-LM layout, given the letters of each stage.
+
+    What repeats is written once, with its number.
+    """
     texts = [_write_stage(stage) for stage in stages]
     parts = []
+    # The last stage has no `|` after it, so it is no part of a repetition.
     for text, equal in groupby(texts[:-1]):
         count = len(list(equal))
         parts.append(f"({text}|)*{count}" if count > 1 else f"{text}|")
@@ -78,7 +95,7 @@ def write_layout(stages: Sequence[str]) -> str:
 
 
 def _write_stage(stage: str) -> str:
-    """Return the letters of a stage; three or more equal ones as `t*3`."""
+    """Return a stage's letters as text, with three or more equal ones as `t*3`."""
     parts = []
     for letter, equal in groupby(stage):
         count = len(list(equal))

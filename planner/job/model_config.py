@@ -1,9 +1,9 @@
-"""Convert the config.json of a model, as transformers writes it, to layers' shapes.
+"""Convert a model's config.json, as transformers writes it, to the shapes of its layers.
 
 The embedding is the first layer, and the head with the loss is the last one. Between them are the
-decoder's layers and those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2):
-such a layer holds a copy of the embedding, and the head makes one more prediction for each. What
-layers pass on for the further predictions, besides their output, is not counted.
+decoder's layers and those of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+Each of the latter holds a copy of the embedding, and the head makes one more prediction for it.
+What layers pass on for the further predictions, besides their output, is not counted.
 """
 
 import json
@@ -38,7 +38,7 @@ MAX_VALUE = 2**24
 class ModelKeys:
     """Reader of the keys of a model's config.json, with checks.
 
-    Raises JobError, which names the key.
+    Its methods raise JobError, which names the key, if a value is not as expected.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -52,7 +52,7 @@ class ModelKeys:
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """Return the value of a key, an integer of at least `low`.
 
-        `default`, if given, for a missing key.
+        If the key is missing, return `default`. Without a default, the key is required.
         """
         value = self._values.get(key)
         if value is None and default is not None:
@@ -62,7 +62,7 @@ class ModelKeys:
         return value
 
     def read_flag(self, key: str, *, default: bool) -> bool:
-        """Return the value of a key, a boolean; `default` for a missing key."""
+        """Return the boolean value of a key; `default` if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -73,7 +73,7 @@ class ModelKeys:
     def read_list(self, key: str, item: type, default: list[Any] | None = None) -> list[Any]:
         """Return the value of a key, a list whose items are of type `item`.
 
-        `default`, if given, for a missing key.
+        If the key is missing, return `default`. Without a default, the key is required.
         """
         value = self._values.get(key)
         if value is None and default is not None:
@@ -90,23 +90,21 @@ class ModelKeys:
         return value
 
     def is_automatic(self, key: str) -> bool:
-        """Return whether the key is missing or "auto".
-
-        Its value then follows from other keys.
-        """
+        """Return whether the key is missing or "auto", so that its value follows from others."""
         return self._values.get(key) in (None, "auto")
 
     def make_error(self, key: str, expected: str) -> JobError:
-        """Build a JobError that names the key, its value and what was expected."""
+        """Return an error that names the key, its value and what was expected."""
         return JobError(
             f"{self._source}: {key} is {shorten_repr(self._values.get(key))}; expected {expected}"
         )
 
 
 def read_model(path: Path, sequence: int) -> ModelLayers:
-    """Read the layers of a model from its config.json, or the folder that has it.
+    """Read the layers of a model from its config.json, or from the folder with it.
 
-    Sequences have this many tokens. Raises JobError.
+    Training sequences have `sequence` tokens. Raises JobError if the file cannot be read, the kind
+    of model is unknown, or a value is not as expected.
     """
     source = path / "config.json" if path.is_dir() else path
     try:
@@ -123,8 +121,8 @@ def read_model(path: Path, sequence: int) -> ModelLayers:
 def model_layers(document: object, sequence: int, source: str = "config.json") -> ModelLayers:
     """Return the layers of a model, given the parsed content of its config.json.
 
-    Sequences have this many tokens. The argument `source` names the file in errors. Raises
-    JobError.
+    Training sequences have `sequence` tokens. `source` names the file in errors. Raises JobError if
+    the kind of model is unknown or a value is not as expected.
     """
     if not isinstance(document, dict):
         raise JobError(f"{source}: not a JSON object; expected a model's config.json")
@@ -134,6 +132,7 @@ def model_layers(document: object, sequence: int, source: str = "config.json") -
             "tie_word_embeddings": document.get("tie_word_embeddings"),
             **document["text_config"],
         }
+    # The family decides which keys there are, and what they mean.
     family, keys = document.get("model_type"), ModelKeys(document, source)
     if not isinstance(family, str) or family not in FAMILIES:
         raise keys.make_error("model_type", f"one of {', '.join(FAMILIES)}")
@@ -145,6 +144,8 @@ def model_layers(document: object, sequence: int, source: str = "config.json") -
     more = keys.read_count("num_nextn_predict_layers", 0, low=0) if family in PREDICTING else 0
     if more > MAX_LAYERS:
         raise keys.make_error("num_nextn_predict_layers", f"a whole number, 0 to {MAX_LAYERS}")
+    # A layer of multi-token prediction: norms and a product join the last output with the embedding
+    # of the next token, and a decoder layer follows.
     lookup = embedding_shape(hidden, vocabulary)
     predicting = [
         combine_named(
@@ -164,12 +165,12 @@ def model_layers(document: object, sequence: int, source: str = "config.json") -
         *predicting,
         head_and_loss_shape(hidden, vocabulary, predicted=1 + more),
     )
-    return ModelLayers(layers=layers, hidden=hidden, sequence=sequence,
-                       copies=(tied + more) * lookup.parameters)
+    return ModelLayers(
+        layers=layers, hidden=hidden, sequence=sequence, copies=(tied + more) * lookup.parameters
+    )
 
 
 def _read_layer_count(keys: ModelKeys) -> int:
-    """Read the number of decoder layers."""
     count = keys.read_count("num_hidden_layers")
     if count > MAX_LAYERS:
         raise keys.make_error("num_hidden_layers", f"a whole number, 1 to {MAX_LAYERS}")
@@ -177,10 +178,7 @@ def _read_layer_count(keys: ModelKeys) -> int:
 
 
 def _read_layer_kinds(keys: ModelKeys, key: str, default: list[str] | None = None) -> list[str]:
-    """Read the kind of each decoder layer from a key that lists them.
-
-    If it is missing, the kinds are `default`.
-    """
+    """Read each decoder layer's kind from the list `key`; `default` if there is none."""
     kinds: list[str] = keys.read_list(key, str, default)
     if len(kinds) != _read_layer_count(keys):
         raise keys.make_error(
@@ -198,11 +196,11 @@ def _read_attention(
     head_norms: bool = False,
     output_bias: bool | None = None,
 ) -> LayerShape:
-    """Read the shape of an attention layer from the key names that most models use.
+    """Read the shape of an attention layer; `tokens` is the result of `attended_tokens`.
 
-    The model's width is `hidden`. If `bias` is None, the file decides whether there are biases; if
-    `output_bias` is None, the output matrix follows the others. The argument `tokens` is the result
-    of `attended_tokens`, and with `head_norms` queries and keys are normalized.
+    Biases are those of the products into queries, keys and values (`bias`; None: the file decides)
+    and of the product of the output (`output_bias`; None: as those). With `head_norms`, each head
+    has norms of queries and keys.
     """
     heads = keys.read_count("num_attention_heads")
     kv_heads = keys.read_count("num_key_value_heads", heads)
@@ -213,6 +211,7 @@ def _read_attention(
             "a number that num_key_value_heads divides, and that divides "
             "hidden_size where there is no head_dim",
         )
+    # Without a value from the caller, the file decides; `output_bias` of None follows `bias`.
     if bias is None:
         bias = keys.read_flag("attention_bias", default=False)
     return attention_shape(
@@ -228,23 +227,26 @@ def _read_attention(
 
 
 def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
-    """Return twice the mean number of tokens that a token attends to.
+    """Return the `attended_tokens` of a `kind` of layer, for a `sequence` of so many tokens.
 
-    The layer is of this kind, with full or windowed attention.
+    Only "sliding_attention" is limited to a window, which the keys may give.
     """
     window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
     return attended_tokens(sequence, window)
 
 
-def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
-                        ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of Llama and similar models.
+def _transformer_reader(
+    bias: bool | None = None, *, head_norms: bool = False
+) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Return a reader of decoder layers like Llama's.
 
-    Its arguments are keys, width and sequence length of a config.json. If given, `bias` is whether
-    queries, keys and values have biases; if None, the file decides. With `head_norms`, queries and
-    keys are normalized.
+    `bias` says whether queries, keys and values have biases, and the output has none; if it is
+    None, the file decides. With `head_norms`, queries and keys are normalised by head. If either is
+    given, a sliding window counts only if the file says that it is used.
     """
+
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        # Qwen's files have a window that is used only if they say so; in others, a window is used.
         window = (
             keys.read_count("sliding_window")
             if keys.has_value("sliding_window")
@@ -259,8 +261,12 @@ def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
             head_norms=head_norms,
             output_bias=None if bias is None else False,
         )
-        dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
-                                   bias=keys.read_flag("mlp_bias", default=False))
+        dense = feed_forward_shape(
+            hidden,
+            keys.read_count("intermediate_size"),
+            gated=True,
+            bias=keys.read_flag("mlp_bias", default=False),
+        )
         return [
             combine_named(
                 "attention + MLP",
@@ -275,14 +281,13 @@ def _transformer_reader(bias: bool | None = None, *, head_norms: bool = False
     return read_layers
 
 
-def _gemma_reader(norms: int, *, head_norms: bool = False, pattern: int = 1
-                  ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of a Gemma model.
+def _gemma_reader(
+    norms: int, *, head_norms: bool = False, pattern: int = 1
+) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
+    """Return a reader of Gemma's layers with `norms` norms; every `pattern`-th attends to all."""
 
-    Its arguments are those of `_transformer_reader`'s. A layer has `norms` norms. All layers except
-    every `pattern`-th attend to a window only. With `head_norms`, queries and keys are normalized.
-    """
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        # All layers except every `every`-th attend to a window only.
         every = keys.read_count("sliding_window_pattern", pattern)
         default = []
         for layer in range(_read_layer_count(keys)):
@@ -313,13 +318,13 @@ def _mixture_reader(
     head_norms: bool = False,
     shared: bool = False,
 ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of Mixtral and Qwen's mixtures.
+    """Return a reader of the layers of models with mixtures of experts.
 
-    Most of the layers have experts. Its arguments are those of `_transformer_reader`'s. The
-    arguments `number` and `width` are the keys for the number of experts and their width; with
-    `shared`, each layer with experts also has one that all tokens use. For `bias` and `head_norms`
-    see `_transformer_reader`.
+    `number` and `width` are config.json's keys of the experts' number and width. `bias` says
+    whether queries, keys and values have a bias; None: the file decides. With `shared`, all tokens
+    also use one more expert. With `head_norms`, heads of queries and keys have norms.
     """
+
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _read_attention(
             keys,
@@ -336,18 +341,23 @@ def _mixture_reader(
             gated=True,
             chosen=keys.read_count("num_experts_per_tok"),
         )
+        # An expert that all tokens use, with a gate of one value.
         if shared:
             width_of_shared = keys.read_count("shared_expert_intermediate_size")
             sparse_part += feed_forward_shape(hidden, width_of_shared, gated=True) + products_shape(
                 hidden, 1
             )
+        # Every `step`-th layer has experts, except for those that the file lists as dense.
         dense = set(keys.read_list("mlp_only_layers", int, []))
         step = keys.read_count("decoder_sparse_step", 1)
         found = []
         for layer in range(_read_layer_count(keys)):
             sparse = layer not in dense and (layer + 1) % step == 0
-            part = sparse_part if sparse \
+            part = (
+                sparse_part
+                if sparse
                 else feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
+            )
             found.append(
                 combine_named(
                     f"attention + {'experts' if sparse else 'MLP'}",
@@ -359,23 +369,29 @@ def _mixture_reader(
                 )
             )
         return found
+
     return read_layers
 
 
 def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of DeepSeek-V2 and V3.
+    """Return a function that reads the decoder layers of DeepSeek-V2 or V3.
 
-    Its arguments are those of `_transformer_reader`'s. They have latent attention; the first ones
-    are dense, and the others have experts, some of which all tokens use. With `router_bias`, the
-    router has a bias for each expert.
+    The function takes the keys, the hidden size, and the tokens of a sequence. If `router_bias`,
+    the router of experts has a bias, as in V3.
     """
+
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
+        # All layers have the same attention.
         mixer = latent_attention_shape(
-            hidden, keys.read_count("num_attention_heads"), attended_tokens(sequence, None),
+            hidden,
+            keys.read_count("num_attention_heads"),
+            attended_tokens(sequence, None),
             kv_rank=keys.read_count("kv_lora_rank"),
             query_rank=keys.read_count("q_lora_rank") if keys.has_value("q_lora_rank") else None,
-            rotary=keys.read_count("qk_rope_head_dim"), plain=keys.read_count("qk_nope_head_dim"),
-            value=keys.read_count("v_head_dim"))
+            rotary=keys.read_count("qk_rope_head_dim"),
+            plain=keys.read_count("qk_nope_head_dim"),
+            value=keys.read_count("v_head_dim"),
+        )
         width = keys.read_count("moe_intermediate_size")
         sparse = experts_shape(
             hidden,
@@ -385,6 +401,7 @@ def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], li
             router_bias=router_bias,
             chosen=keys.read_count("num_experts_per_tok"),
         ) + feed_forward_shape(hidden, width * keys.read_count("n_shared_experts", 1), gated=True)
+        # The first layers are dense, all others have experts, some of which all tokens use.
         dense = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True)
         first = keys.read_count("first_k_dense_replace", 0, low=0)
         layers = []
@@ -406,12 +423,16 @@ def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], li
 
 
 def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Read the layers of Nemotron-H (arXiv 2504.03624).
-
-    Each is one of Mamba-2, attention, MLP and experts.
-    """
-    names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe",
-             "linear_attention": "mamba", "full_attention": "attention"}
+    """Read the layers of Nemotron-H (arXiv 2504.03624), each of one of four kinds."""
+    # Files name kinds by letters in one text, or by words in a list.
+    names = {
+        "M": "mamba",
+        "*": "attention",
+        "-": "mlp",
+        "E": "moe",
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+    }
     key = (
         "hybrid_override_pattern"
         if keys.has_value("hybrid_override_pattern")
@@ -420,6 +441,7 @@ def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerS
     pattern = (
         list(keys.read_text(key)) if key == "hybrid_override_pattern" else keys.read_list(key, str)
     )
+    # Functions, because a file has only the keys of the kinds that it uses.
     makers: Mapping[str, Callable[[], LayerShape]] = {
         "mamba": lambda: _read_mamba(
             keys,
@@ -456,11 +478,13 @@ def _read_nemotron_h(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerS
     kinds = [names.get(name, name) for name in pattern]
     if not kinds or not set(kinds) <= makers.keys() or len(kinds) > MAX_LAYERS:
         raise keys.make_error(key, f"1 to {MAX_LAYERS} layers, each {', '.join(names)}")
+    # Refused, because an estimate without these products would be wrong in silence.
     if keys.has_value("moe_latent_size"):
         raise keys.make_error(
             "moe_latent_size", "no value: experts with a latent width are not supported"
         )
     shown = {"mamba": "Mamba-2", "attention": "attention", "mlp": "MLP", "moe": "experts"}
+    # Layers of one kind are equal, and share a shape.
     shapes = {
         kind: combine_named(shown[kind], norm_shape(hidden), makers[kind](), recomputed=2 * hidden)
         for kind in set(kinds)
@@ -480,29 +504,31 @@ def _read_mamba(
     chunk: str,
     convolution_bias: str,
 ) -> LayerShape:
-    """Read the shape of a Mamba-2 mixer.
-
-    The arguments after `hidden` are the keys of its sizes in the config.json.
-    """
+    """Read the shape of a Mamba-2 mixer; the arguments after `hidden` name its keys."""
     number = keys.read_count(heads)
+    # The width of a head follows from the model's, unless it is given.
     each = (
         hidden * keys.read_count("mamba_expand", 2) // number
         if keys.is_automatic(width)
         else keys.read_count(width)
     )
-    return mamba_2_shape(hidden, heads=number, head_width=each, groups=keys.read_count(groups, 1),
-                         state=keys.read_count(state), kernel=keys.read_count(kernel, 4),
-                         chunk=keys.read_count(chunk, 256),
-                         convolution_bias=keys.read_flag(convolution_bias, default=True),
-                         bias=keys.read_flag("mamba_proj_bias", default=False))
+    return mamba_2_shape(
+        hidden,
+        heads=number,
+        head_width=each,
+        groups=keys.read_count(groups, 1),
+        state=keys.read_count(state),
+        kernel=keys.read_count(kernel, 4),
+        chunk=keys.read_count(chunk, 256),
+        convolution_bias=keys.read_flag(convolution_bias, default=True),
+        bias=keys.read_flag("mamba_proj_bias", default=False),
+    )
 
 
 def _read_granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
-    """Read the layers of Granite 4 and Bamba.
-
-    Mamba-2 or attention, then an MLP or experts with a shared one.
-    """
+    """Read the layers of Granite 4 and Bamba."""
     count = _read_layer_count(keys)
+    # Granite lists the kind of each layer, Bamba the layers with attention.
     if keys.has_value("layer_types"):
         kinds = _read_layer_kinds(keys, "layer_types")
     else:
@@ -518,6 +544,7 @@ def _read_granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[La
     }
     if not set(kinds) <= names.keys():
         raise keys.make_error("layer_types", f"each one of {', '.join(names)}")
+    # Granite's MLP is the expert that all tokens use, beside others or alone.
     if keys.has_value("shared_intermediate_size"):
         dense = feed_forward_shape(hidden, keys.read_count("shared_intermediate_size"), gated=True)
         number = keys.read_count("num_local_experts", 0, low=0)
@@ -535,8 +562,13 @@ def _read_granite_hybrid(keys: ModelKeys, hidden: int, sequence: int) -> list[La
         )
     else:
         number = 0
-        part = feed_forward_shape(hidden, keys.read_count("intermediate_size"), gated=True,
-                                  bias=keys.read_flag("mlp_bias", default=False))
+        part = feed_forward_shape(
+            hidden,
+            keys.read_count("intermediate_size"),
+            gated=True,
+            bias=keys.read_flag("mlp_bias", default=False),
+        )
+    # A layer is a mixer, attention or Mamba-2, followed by an MLP or by experts with a shared one.
     mixers = {
         "attention": _read_attention(keys, hidden, attended_tokens(sequence, None)),
         "Mamba-2": _read_mamba(
@@ -582,9 +614,14 @@ FAMILIES: Mapping[str, Callable[[ModelKeys, int, int], list[LayerShape]]] = {
     "granitemoehybrid": _read_granite_hybrid,
     "bamba": _read_granite_hybrid,
 }
-"""Functions that read a model's decoder layers from its config.json, by `model_type`."""
+"""Functions that read a model's decoder layers from its config.json, by `model_type`.
+
+Their arguments are the keys, the model's width, and the length of a sequence in tokens.
+"""
 TIED = frozenset({"gemma", "gemma2", "gemma3_text"})
 """Model types whose head uses the embedding's weights unless the file says otherwise."""
 PREDICTING = frozenset({"deepseek_v3"})
-"""Model types with `num_nextn_predict_layers` layers of multi-token prediction after the decoder.
+"""Model types whose decoder is followed by `num_nextn_predict_layers` further layers.
+
+These layers are for multi-token prediction.
 """

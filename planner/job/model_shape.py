@@ -1,4 +1,4 @@
-"""Compute parameters, work and memory of the layers of models with public shapes, by formulas.
+"""Compute parameters, work and memory of the layers of public models, by formulas.
 
 Floating-point operations are those of Narayanan et al. (SC 2021, arXiv 2104.04473, appendix): 2 per
 parameter and token in matrix products, 4 s h per token in attention, without the half that a causal
@@ -19,7 +19,7 @@ VALUE_BYTES = 2
 LOGIT_BYTES = 4
 """Bytes of a logit that the loss keeps: float32."""
 MUON_STEPS = 5
-"""Number of Newton-Schulz steps with which Muon orthogonalizes a matrix, by its default options."""
+"""Number of Newton-Schulz steps by which Muon orthogonalizes a matrix, by default."""
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,60 +30,47 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     """Number of parameters that the layer holds."""
     matrices: int = 0
-    """Number of parameters in weights of matrix products.
-
-    Those of embeddings and norms do not count.
-    """
+    """Number of parameters in weights of matrix products, so not of embeddings and norms."""
     used: int = 0
     """Number of weights by which a token is multiplied in matrix products.
 
     Of experts, only the chosen ones count. A matrix that is used twice counts twice.
     """
     mixing: float = 0.0
-    """Floating-point operations per token of F besides products with weights.
+    """Floating-point operations per token of F that are no products with weights.
 
-    Those of attention and scans. I has twice as many.
+    Attention and scans take these operations. I has twice as many.
     """
     loss_bytes: int = 0
     """Bytes per token that the loss reads and writes in F, and again in I."""
     activation: int = 0
-    """Bytes per token that are held from F to I.
-
-    `stash` and `recomputed` are in bytes per token, too.
-    """
+    """Bytes per token that are held from F to I."""
     stash: int = 0
     """Bytes per token that are held from I to W."""
     recomputed: int = 0
     """Bytes per token that are held from F to I if activations are recomputed."""
     experts: int = 0
-    """Number of experts of the layer, of which a token uses some.
-
-    0 for a layer without experts.
-    """
+    """Number of experts of the layer, of which a token uses some; 0 for none."""
     chosen: int = 0
     """Number of experts that a token uses."""
     expert_activation: int = 0
-    """Bytes of `activation` per token due to each expert that it uses.
-
-    `expert_stash` is the share of `stash`.
-    """
+    """Bytes of `activation` per token due to each expert that the token uses."""
     expert_stash: int = 0
+    """Bytes of `stash` per token due to each expert that the token uses."""
     by_muon: int = 0
-    """Number of parameters that Muon steps if it is used.
+    """Number of parameters that Muon steps, if it is used.
 
-    Matrices of all layers except embedding and head.
+    They are the layer's matrices, unless it is the embedding or the head.
     """
     orthogonal: float = 0.0
-    """Floating-point operations of one optimizer step with which Muon orthogonalizes the layer's
-    matrices.
-    """
+    """Floating-point operations of Muon on the layer's matrices in an optimizer step."""
 
     def worst_case_bytes(self, gpus: int) -> tuple[int, int]:
         """Return the bytes per token that a worker's GPUs together must have room for.
 
-        Those held from F to I, and those from I to W. Each GPU has equally many of the experts, and
-        needs room for as many choices of a token as can fall on these: at most one for each of its
-        experts.
+        The first number is the bytes held from F to I, the second those held from I to W. Each GPU
+        has equally many of the experts. It needs room for as many of a token's choices as can fall
+        on them: at most one for each expert.
         """
         extra = gpus * min(self.chosen, self.experts // gpus) - self.chosen
         return (
@@ -104,7 +91,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a decoder-only model, with the sizes of what passes between them."""
+    """Layers of a decoder-only model, with the sizes of the tensors between them."""
 
     layers: tuple[LayerShape, ...]
     hidden: int
@@ -112,33 +99,27 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     """Length of a sequence in tokens."""
     copies: int = 0
-    """Number of parameters that are counted twice although the model has them once.
-
-    Such as those of tied embeddings.
-    """
+    """Number of parameters that are counted twice although shared, such as tied embeddings."""
     ends_merged: bool = False
-    """True if embedding and head are part of the first and the last layer.
-
-    Otherwise they are layers of their own.
-    """
+    """True if embedding and head are in the first and last layer, not layers themselves."""
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters of the whole model, each counted once."""
+        """Number of parameters of the whole model; shared ones count once."""
         return sum(layer.parameters for layer in self.layers) - self.copies
 
     @property
     def used_parameters(self) -> int:
         """Number of weights by which a token is multiplied in matrix products.
 
-        Each is counted once per use.
+        A weight that is used several times counts each time.
         """
         return sum(layer.used for layer in self.layers)
 
     def describe_kinds(self) -> str:
-        """Return text such as "embedding, 30 x decoder layer, head".
+        """Return the kinds of layers as text: "embedding, 30 x decoder layer, head".
 
-        It has the number of layers of each kind, by first appearance.
+        Kinds are in the order in which they first appear.
         """
         kinds = Counter(layer.kind for layer in self.layers)
         texts = []
@@ -148,7 +129,7 @@ class ModelLayers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoder-only transformer whose layers are alike."""
+    """Sizes of a decoder-only transformer whose layers are alike."""
 
     layers: int
     hidden: int
@@ -156,9 +137,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     vocabulary: int
     kv_heads: int | None = None
-    """Number of heads of keys and values. None: as many as of queries."""
+    """Number of heads of keys and values; None: as many as of queries."""
     ffn: int | None = None
-    """Width of the feed-forward part. None: 4 x hidden."""
+    """Width of the feed-forward part; None: 4 x hidden."""
     gated: bool = False
     """True if the feed-forward part has three matrices (SwiGLU) instead of two."""
 
@@ -172,17 +153,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _matrix_sides(self) -> list[int]:
-        """Length of the side other than `hidden` of each matrix of a decoder layer."""
+        """Length of one side of each matrix of a decoder layer; the other is `hidden`."""
         keys = self.hidden // self.heads * (self.kv_heads or self.heads)
         wide = self.ffn or 4 * self.hidden
         return [self.hidden, keys, keys, self.hidden, *[wide] * (3 if self.gated else 2)]
 
     def by_layer(self) -> ModelLayers:
-        """Return the shapes of the decoder layers.
+        """Return the decoder layers; the first includes the embedding, and the last the head.
 
-        Embedding and head are merged into the first and the last one. Raises ValueError with a
-        message of one line unless the number of heads divides the width, and that of key-value
-        heads the number of heads.
+        Raises ValueError with a message of one line unless the number of heads divides the width,
+        and the number of key-value heads divides the number of heads.
         """
         if self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
             raise ValueError(
@@ -190,6 +170,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
                 "heads of keys and values: expected each to divide the one before"
             )
         ends = self.vocabulary * self.hidden
+        # Bytes per token and unit of width: 34 of Korthikanti et al., and 32 from I to W.
         decoder = LayerShape(
             kind="decoder layer",
             parameters=self.layer_parameters,
@@ -202,6 +183,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             by_muon=self.layer_parameters,
             orthogonal=sum(muon_operations(self.hidden, side) for side in self._matrix_sides),
         )
+        # The loss keeps the logits, whether or not activations are recomputed.
         logits = LOGIT_BYTES * self.vocabulary
         head = LayerShape(
             kind="head",
@@ -223,19 +205,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def muon_operations(height: int, width: int) -> float:
-    """Return the floating-point operations with which Muon orthogonalizes a matrix.
+    """Return the floating-point operations by which Muon orthogonalizes a matrix.
 
-    Each of its five steps computes X X', the square of that, and a product with X.
+    In each of its five steps, Muon computes X X', the square of that, and a product with X.
     """
     short, long = sorted((height, width))
     return float(MUON_STEPS * (4 * short**2 * long + 2 * short**3))
 
 
 def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape:
-    """Return size, work and memory of matrix products that share one input.
+    """Return size, work and memory of matrix products of one input, one for each output.
 
-    It is of width `inputs`, and they are to each width of `outputs`. The input and the gradients of
-    the outputs are held from I to W.
+    `inputs` and `outputs` are widths. The input and the gradients of the outputs are held from I to
+    W.
     """
     weights = inputs * sum(outputs)
     return LayerShape(
@@ -251,26 +233,22 @@ def products_shape(inputs: int, *outputs: int, bias: bool = False) -> LayerShape
 
 
 def norm_shape(width: int) -> LayerShape:
-    """Return size and memory of a norm over `width` values with scales.
+    """Return size and memory of a norm over `width` values, with scales.
 
-    The backward reads its input.
+    The norm's input is held, because the backward reads it.
     """
     return LayerShape(kind="norm", parameters=width, activation=VALUE_BYTES * width)
 
 
 def held_values_shape(number: int) -> LayerShape:
-    """Return a layer that does no work and holds `number` values per token.
-
-    They are for the backward; it is to be added to others.
-    """
+    """Return a layer without work that holds `number` values per token, to add to another."""
     return LayerShape(kind="values", activation=VALUE_BYTES * number)
 
 
 def attended_tokens(sequence: int, window: int | None) -> float:
-    """Return twice the mean number of tokens that a token attends to.
+    """Return twice the mean number of tokens that a token attends to, causally.
 
-    Under a causal mask. For a sequence of s tokens it is s, or 2 w - w^2 / s if attention is
-    limited to a window of w tokens.
+    For a sequence of s tokens the result is s, or 2 w - w^2 / s with a window of w tokens.
     """
     width = min(window or sequence, sequence)
     return 2 * width - width**2 / sequence
@@ -287,11 +265,12 @@ def attention_shape(
     output_bias: bool = False,
     head_norms: int = 0,
 ) -> LayerShape:
-    """Return size, work and memory of attention, grouped-query if `kv_heads` is less than `heads`.
+    """Return size, work and memory of attention, grouped-query if there are fewer `kv_heads`.
 
-    The argument `tokens` is the result of `attended_tokens`. Each head of queries and keys has a
-    norm of width `head_norms`, if that is not 0.
+    `tokens` is the result of `attended_tokens`. Each head of queries and keys has a norm of width
+    `head_norms`, if that is not 0.
     """
+    # Products into queries, keys and values, and out of their result; what is held; the scores.
     queries, keys = heads * head_width, kv_heads * head_width
     together = (
         products_shape(hidden, queries, keys, keys, bias=bias)
@@ -317,12 +296,13 @@ def latent_attention_shape(
     plain: int,
     value: int,
 ) -> LayerShape:
-    """Return size, work and memory of latent attention, keys and values expanded.
+    """Return size, work and memory of latent attention, with keys and values expanded.
 
-    DeepSeek-V2, arXiv 2405.04434, section 2.1. The argument `tokens` is the result of
-    `attended_tokens`. Queries are compressed to width `query_rank` (None: they are not), keys and
-    values to `kv_rank`. A head has `plain` + `rotary` query channels and `value` value channels.
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. `tokens` is the result of `attended_tokens`.
+    Queries are compressed to width `query_rank` (None: they are not), keys and values to `kv_rank`.
+    A head has `plain` + `rotary` query channels and `value` value channels.
     """
+    # Down to the ranks, a norm each, and up to all heads; the rotary key is not compressed.
     query = heads * (plain + rotary)
     if query_rank is None:
         part = products_shape(hidden, query, kv_rank + rotary)
@@ -332,6 +312,7 @@ def latent_attention_shape(
             + norm_shape(query_rank)
             + products_shape(query_rank, query)
         )
+    # Queries and keys, which are equally wide, and the values are held.
     return (
         part
         + norm_shape(kv_rank)
@@ -343,10 +324,10 @@ def latent_attention_shape(
 
 
 def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = False) -> LayerShape:
-    """Return size, work and memory of a feed-forward part of this hidden width.
+    """Return size, work and memory of a feed-forward part with `width` values inside.
 
-    It has two matrices with a function between them or, if gated, three, of which the outputs of
-    two are multiplied.
+    The part has two matrices with a function between them or, if `gated`, three: the outputs of two
+    are multiplied. `hidden` is the model's width.
     """
     widths = [width] * (2 if gated else 1)
     return (
@@ -356,13 +337,15 @@ def feed_forward_shape(hidden: int, width: int, *, gated: bool, bias: bool = Fal
     )
 
 
-def experts_shape(hidden: int, width: int, *, number: int, chosen: int, gated: bool,
-                  router_bias: bool = False) -> LayerShape:
+def experts_shape(
+    hidden: int, width: int, *, number: int, chosen: int, gated: bool, router_bias: bool = False
+) -> LayerShape:
     """Return size, work and memory of `number` experts and their router.
 
-    Each token uses `chosen` of them. The experts' outputs are held, because the backward of their
-    weights in the sum reads them.
+    Each token uses `chosen` experts, which are feed-forward parts with `width` values inside. The
+    experts' outputs are held, because the backward of their weights in the sum reads them.
     """
+    # All experts are held and stepped, but a token is multiplied by the chosen ones only.
     expert = feed_forward_shape(hidden, width, gated=gated)
     router, activation = products_shape(hidden, number), expert.activation + VALUE_BYTES * hidden
     return LayerShape(
@@ -395,11 +378,12 @@ def mamba_2_shape(
 ) -> LayerShape:
     """Return size, work and memory of a Mamba-2 mixer.
 
-    Its scan works in chunks of `chunk` tokens. With q = `chunk`, g = `groups`, n = `state` and p =
-    `heads` x `head_width`, the scan takes per token 2 q g n operations for the scores, 2 q p for
-    their values, and 4 p n into the states and out of them. The fused op keeps its inputs and its
-    output, and recomputes the convolution.
+    The scan works in chunks of `chunk` tokens. With q = `chunk`, g = `groups`, n = `state` and p =
+    `heads` x `head_width`, it takes per token 2 q g n operations for the scores, 2 q p for their
+    values, and 4 p n into the states and out of them. The fused op keeps its inputs and its output,
+    and recomputes the convolution, whose width is `kernel`.
     """
+    # One product makes all inputs of the scan: x, the gate, B, C and the time steps.
     inner = heads * head_width
     convolved = inner + 2 * groups * state
     projected = inner + convolved + heads
@@ -419,9 +403,9 @@ def mamba_2_shape(
 
 
 def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
-    """Return the size of an embedding.
+    """Return the size of an embedding, which has no work.
 
-    It has no work: a lookup is no matrix product, and its gradient has only a few rows.
+    A lookup is no matrix product, and its gradient has only a few rows.
     """
     return LayerShape(kind="embedding", parameters=hidden * vocabulary)
 
@@ -429,13 +413,19 @@ def embedding_shape(hidden: int, vocabulary: int) -> LayerShape:
 def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> LayerShape:
     """Return size, work and memory of the last norm, the logits, and their loss.
 
-    There are logits of `predicted` tokens per position. The loss reads bf16 logits and keeps
-    float32 ones for the backward.
+    Each position has logits of `predicted` tokens. The loss reads bf16 logits and keeps float32
+    ones for the backward.
     """
     product = products_shape(hidden, vocabulary)
     loss = (VALUE_BYTES + LOGIT_BYTES) * vocabulary
-    each = LayerShape(kind="head", used=product.used, stash=product.stash, loss_bytes=loss,
-                      activation=product.activation + LOGIT_BYTES * vocabulary)
+    each = LayerShape(
+        kind="head",
+        used=product.used,
+        stash=product.stash,
+        loss_bytes=loss,
+        activation=product.activation + LOGIT_BYTES * vocabulary,
+    )
+    # The weights are there once, their work once for each predicted token.
     layer = LayerShape(
         kind="weights", parameters=product.parameters, matrices=product.matrices
     ) + norm_shape(hidden)
@@ -445,13 +435,13 @@ def head_and_loss_shape(hidden: int, vocabulary: int, *, predicted: int = 1) -> 
 
 
 def combine_named(kind: str, *parts: LayerShape, recomputed: int) -> LayerShape:
-    """Return one layer named `kind` that has the sizes of all parts.
+    """Return one layer named `kind` that has the sizes, work and memory of all parts.
 
-    If its activations are recomputed, it holds `recomputed` bytes per token from F to I.
+    If activations are recomputed, the layer holds `recomputed` bytes per token from F to I.
     """
     return msgspec.structs.replace(combine_parts(parts), kind=kind, recomputed=recomputed)
 
 
 def combine_parts(parts: Sequence[LayerShape]) -> LayerShape:
-    """Return one layer with the summed sizes, work and memory of all parts."""
+    """Return one layer with the sizes, work and memory of all parts together."""
     return sum(parts[1:], start=parts[0])

@@ -1,7 +1,4 @@
-"""Read the `[network]` table of a job file.
-
-It has the links between workers, and whether reductions overlap with compute.
-"""
+"""Read the `[network]` table of a job file: links, and overlap of reductions with compute."""
 
 from collections.abc import Sequence
 
@@ -11,35 +8,23 @@ from slipstream.planner.job.toml import JobError, TomlTable, shorten_repr
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the `[network]` table.
-
-    The links of the workers, all alike, one in each direction.
-    """
+    """Contents of the `[network]` table of a job file; all links are alike."""
 
     overlap: bool = False
     """True if gradient reductions run while the worker computes."""
     latency: float = 0.0
-    """Seconds from one worker to another, independent of the size of a message."""
+    """Seconds that any message takes from one worker to another, whatever its size."""
     bandwidth: float | None = None
-    """Bandwidth of a link, in bytes per second.
-
-    None if the times of reductions and transfers are those of `[time]`.
-    """
+    """Bytes per second of a link, in each direction. None if times are those of `[time]`."""
     gradients: tuple[float, ...] = ()
-    """Bytes of a stage's gradients, by virtual stage.
-
-    With `bandwidth`, they decide the times of reductions.
-    """
+    """Bytes of each virtual stage's gradients. With `bandwidth`, they decide reduction times."""
     slowdown: float = 0.0
-    """Delay of compute by a reduction that overlaps it.
+    """Delay of compute by an overlapping reduction, as a share of the reduction's time.
 
-    It is a share of the reduction's time: they share memory and cores.
+    The two compete for memory and cores.
     """
     activation: float | None = None
-    """Bytes of the activation that one stage sends to the next.
-
-    With `bandwidth`, it decides the time of transfers.
-    """
+    """Bytes that one stage sends to the next. With `bandwidth`, they decide transfer times."""
 
     def reduction_latency(self, holders: int) -> float:
         """Return the seconds of a gradient reduction that do not depend on its size.
@@ -50,9 +35,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * (holders - 1) * self.latency
 
     def reduction_seconds(self, size: float, holders: int) -> float:
-        """Return the seconds of a ring all-reduce of `size` bytes among n holders.
+        """Return the seconds of a ring all-reduce of `size` bytes among `holders` workers.
 
-        Each sends 2 (n - 1) / n of them.
+        Each of n holders sends 2 (n - 1) / n times these bytes. `bandwidth` must not be None.
         """
         assert self.bandwidth is not None
         return round_to_four_digits(
@@ -60,7 +45,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def transfer_seconds(self) -> float:
-        """Return the seconds that an activation takes from one worker to another."""
+        """Return the seconds that an activation takes from one worker to another.
+
+        `bandwidth` and `activation` must not be None.
+        """
         assert self.bandwidth is not None and self.activation is not None
         return round_to_four_digits(self.latency + self.activation / self.bandwidth)
 
@@ -68,11 +56,12 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 def read_network(
     table: TomlTable, virtual: int, chains: int, per: str, measured: Sequence[str]
 ) -> Network:
-    """Read a `[network]` table. Raises JobError.
+    """Read a `[network]` table.
 
-    There are `virtual` virtual stages in each of `chains` directions of micro-batches; `per` is the
-    word for a stage in messages. The argument `measured` has the keys given in `[time]`: a time
-    that is given there must not follow from bytes and bandwidth, too.
+    There are `virtual` virtual stages in each of `chains` directions of micro-batches. `per` is the
+    word for a stage in messages. `measured` has the keys that are given in `[time]`: such a time
+    must not follow from bytes and bandwidth, too. Raises JobError if one does, or for a value that
+    is not as expected.
     """
     overlap = table.take_value("overlap", False)
     if not isinstance(overlap, bool):
@@ -91,10 +80,14 @@ def read_network(
         activation=table.take_number("activation") if table.has_optional("activation") else None,
     )
     table.refuse_unknown_keys()
+    # A reduction that delays compute by all of its time would not overlap it.
     if network.slowdown >= 1:
         raise JobError(f"network.slowdown is {network.slowdown:g}; expected a share, less than 1")
-    for key, given, time in (("gradients", network.gradients, "all_reduce"),
-                             ("activation", network.activation is not None, "transfer")):
+    # A time is either measured or computed from sizes; both would contradict each other.
+    for key, given, time in (
+        ("gradients", network.gradients, "all_reduce"),
+        ("activation", network.activation is not None, "transfer"),
+    ):
         if given and bandwidth is None:
             raise JobError(
                 f"network.{key} is given without network.bandwidth; expected both, which give the "
@@ -111,11 +104,10 @@ def read_network(
 def network_table(
     network: Network, latency: float, bandwidth: float, slowdown: float
 ) -> dict[str, bool | float]:
-    """Return the contents of a job file's `[network]` table.
+    """Return the contents of a job file's `[network]` table, from measured values.
 
-    They follow from measured latency, bandwidth and slowdown of compute. The units are those of
-    `Network`. A `bandwidth` of 0 means that no links were measured: the latency of `network` is
-    kept.
+    `latency`, `bandwidth` and `slowdown` are in the units of `Network`. Whether reductions overlap
+    is taken from `network`. So is the latency if `bandwidth` is 0: then no links were measured.
     """
     table: dict[str, bool | float] = {"overlap": True} if network.overlap else {}
     if not bandwidth:
@@ -129,8 +121,5 @@ def network_table(
 
 
 def round_to_four_digits(seconds: float) -> float:
-    """Return a number of seconds (or other units) rounded to four digits.
-
-    So ticks stay coarse.
-    """
+    """Return a value rounded to four significant digits. It then needs no very fine ticks."""
     return float(f"{seconds:.4g}")

@@ -1,6 +1,4 @@
-"""Read stage times from Chrome traces.
-
-They are of the PyTorch profiler, of Slipstream, or of other tools by a name pattern.
+"""Read stage times from Chrome traces of the PyTorch profiler, Slipstream or other tools.
 
 Complete events (`"ph": "X"`) of micro-batches' ops are read. torch.distributed.pipelining names
 them `PP:2F0`; Slipstream names them `F 0.3` and has the stage among the arguments. For other tools
@@ -27,14 +25,11 @@ OURS = re.compile(r"([FIBW]) (\d+\.\d+)")
 KINDS = ("F", "I", "W", "B")
 """Kinds of op whose times a trace may have."""
 GPU = "gpu_user_annotation"
-"""Category of trace events with the GPU's times of named ranges.
-
-The PyTorch profiler repeats them there.
-"""
+"""Category in which the PyTorch profiler repeats named ranges with the GPU's times."""
 
 
 class ProfilerTraceError(ValueError):
-    """Error: no stage times can be read from the trace. The message is one line."""
+    """Error of one line for a trace from which no stage times can be read."""
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -65,15 +60,20 @@ class OpRange(NamedTuple):
 def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
     """Read the runs of ops from a trace file, `.json` or `.json.gz`.
 
-    The argument `pattern` is a regular expression for the whole name of an op, with groups `kind`
-    (F, I, W or B), `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace
-    has ops with their times on the GPU, only these are read. Raises ProfilerTraceError.
+    `pattern` is a regular expression for the whole name of an op, with groups `kind` (F, I, W or
+    B), `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace has the
+    GPU's times of some ops, only these are read. Raises ProfilerTraceError if the file cannot be
+    read, has no such op, or `pattern` is invalid.
     """
     name_pattern = _compile_pattern(pattern or PYTORCH)
     events = _read_events(path)
+    # The CPU's times of launching kernels say little if the GPU's are there.
     on_gpu = any(event.cat == GPU and _op_range(event, name_pattern) for event in events)
-    candidates = [_op_range(event, name_pattern) for event in events
-                  if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)]
+    candidates = [
+        _op_range(event, name_pattern)
+        for event in events
+        if event.ph == "X" and event.dur > 0 and (not on_gpu or event.cat == GPU)
+    ]
     ranges = [candidate for candidate in candidates if candidate is not None]
     if not ranges:
         raise ProfilerTraceError(
@@ -88,11 +88,11 @@ def stage_times(
 ) -> tuple[dict[str, list[float]], int | None, bool]:
     """Compute the times of each stage from the runs of ops in a trace.
 
-    `source` names the trace in errors. Returns (times, number of micro-batches, whether backwards
-    were whole). Times are median seconds per stage, as in the `[time]` table. The first run of each
-    op is a warm-up and left out if there are others. The number of micro-batches is None if the
-    names do not contain it. If the trace has whole backwards only, half of each counts as I and
-    half as W. Raises ProfilerTraceError if a stage lacks ops.
+    The result is (times, number of micro-batches, whether backwards are whole). Times are median
+    seconds per stage, by key of `[time]`. The first run of each kind of op at a stage is a warm-up,
+    and left out if there are others. The number of micro-batches is None if ops' names lack it. If
+    the trace has whole backwards only, half of each counts as I and half as W. `source` names the
+    trace in errors. Raises ProfilerTraceError if a stage lacks ops.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)
@@ -102,6 +102,7 @@ def stage_times(
             microbatches[op_range.stage].add(op_range.microbatch)
     stages = 1 + max(stage for _, stage in seconds)
     median = {key: statistics.median(values[1:] or values) for key, values in seconds.items()}
+    # Without any W, the backward was not split.
     whole = not any(kind is OpKind.W for kind, _ in median)
     for stage in range(stages):
         for kind in (OpKind.F, OpKind.B if whole else OpKind.W):
@@ -118,9 +119,13 @@ def stage_times(
         backward_input = [median.get((OpKind.I, stage), 0.0) for stage in range(stages)]
         backward_weight = [median[OpKind.W, stage] for stage in range(stages)]
     counts = {len(names) for names in microbatches.values()}
+    # All times are rounded to one step, so that ticks stay coarse.
     values = round_times([*forward, *backward_input, *backward_weight])
-    times = {"forward": values[:stages], "backward_input": values[stages:2 * stages],
-             "backward_weight": values[2 * stages:]}
+    times = {
+        "forward": values[:stages],
+        "backward_input": values[stages : 2 * stages],
+        "backward_weight": values[2 * stages :],
+    }
     return times, max(counts) if counts else None, whole
 
 
@@ -134,8 +139,8 @@ def job_tables(
 ) -> dict[str, Any]:
     """Return the tables of a job file with one stage per column.
 
-    The mapping `times` has the seconds of all stages by key of `[time]`, such as `forward`;
-    `transfer` is in seconds.
+    `times` has the seconds of all stages by key of `[time]`, such as `forward`; `transfer` is in
+    seconds.
     """
     return {
         "name": name,
@@ -147,9 +152,12 @@ def job_tables(
 
 
 def _read_events(path: Path) -> list[_Event]:
-    """Read the events of a trace file. Raises ProfilerTraceError."""
+    """Read the events of a trace file.
+
+    Raises ProfilerTraceError if it cannot be read, is too large, or is no Chrome trace.
+    """
     try:
-        with (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ProfilerTraceError(
@@ -166,9 +174,10 @@ def _read_events(path: Path) -> list[_Event]:
 
 
 def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
-    """Return the op of a micro-batch that a trace event records; None for others.
+    """Return the op of an event; None if its name is that of no op.
 
-    Its name matches `wanted`, or is that of an op in Slipstream's own traces.
+    Names of ops are as `wanted` says or as in Slipstream's own traces. Raises ProfilerTraceError if
+    `wanted` finds an unknown kind or no stage.
     """
     if not isinstance(event.name, str):
         return None
@@ -183,6 +192,7 @@ def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
                 f"{stage!r}; expected one of {', '.join(KINDS)}, and a number"
             )
         return OpRange(OpKind(kind), int(stage), groups.get("microbatch"), seconds)
+    # Slipstream's own traces, whatever the pattern.
     own_match = OURS.fullmatch(event.name)
     stage = (event.args or {}).get("stage")
     if own_match and isinstance(stage, int) and 0 <= stage < 2**17:
@@ -191,10 +201,7 @@ def _op_range(event: _Event, wanted: re.Pattern[str]) -> OpRange | None:
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression for names of ops.
-
-    Raises ProfilerTraceError if it is invalid or lacks a group of `read_ranges`.
-    """
+    """Compile a pattern of `read_ranges`. Raises ProfilerTraceError if it is invalid."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

@@ -1,8 +1,7 @@
-"""Read op times of ByteDance's StragglerAnalysis: parquet files with one row per op (arXiv
-2505.05713).
+"""Read op times of ByteDance's StragglerAnalysis (arXiv 2505.05713), a row per op.
 
-These columns are read: dp_rank, stage, step, optype, start_ts, duration (both in seconds), mb_id.
-Traces with chunks of interleaved stages (mc) beyond the first are refused.
+Of its parquet files, the columns dp_rank, stage, step, optype, start_ts, duration (both in seconds)
+and mb_id are read. Traces with several stages per worker (column mc above 0) are refused.
 """
 
 from collections import defaultdict
@@ -24,7 +23,7 @@ HOPS = (("forward-send", "forward-recv", 1), ("backward-send", "backward-recv", 
 The offset is from the sending to the receiving stage.
 """
 SLOW_FACTOR = 1.15
-"""Ratio of a worker's time to its stage's median above which it is slow."""
+"""Ratio of a worker's time to its stage's median above which the worker is slow."""
 
 
 class StragglerTrace(NamedTuple):
@@ -33,46 +32,44 @@ class StragglerTrace(NamedTuple):
     seconds: npt.NDArray[np.float64]
     """Seconds of F and of the whole backward, [iterations, pipelines, stages, micro-batches, 2]."""
     optimizer: float
-    """Mean seconds of an iteration before its first and after its last computing op.
+    """Mean seconds of an iteration before its first and after its last compute op.
 
     In this time parameters are gathered, gradients reduced, and the optimizer steps.
     """
     transfer: float
     """Median seconds that a tensor takes from stage to stage; 0 if none is recorded.
 
-    Of both ends of a transfer, the shorter one counts, which waits less for the other.
+    Of the two ends of a transfer, the shorter one counts: it waits less for the other.
     """
     measured: npt.NDArray[np.float64]
-    """Seconds of each iteration, [iterations].
-
-    They reach from the start of its first op to the end of its last.
-    """
+    """Seconds of each iteration, from its first start to its last end, [iterations]."""
 
     def stage_seconds(self) -> npt.NDArray[np.float64]:
-        """Return the mean seconds of F and of the whole backward, [stages, 2].
-
-        Workers that are slow do not count.
-        """
+        """Return the mean seconds of F and whole backward, [stages, 2], without slow workers."""
         usual = self._worker_factors() == 1
         totals = np.einsum("ipsmk,ps->sk", self.seconds, usual)
-        means: npt.NDArray[np.float64] = totals / usual.sum(axis=0)[:, None] / (
-            self.seconds.shape[0] * self.seconds.shape[3])
+        means: npt.NDArray[np.float64] = (
+            totals / usual.sum(axis=0)[:, None] / (self.seconds.shape[0] * self.seconds.shape[3])
+        )
         return means
 
     def slow_factors(self) -> dict[str, float]:
-        """Return each slow worker's ratio to the median of its stage, by name.
+        """Return how much longer each slow worker's ops take than usual, by its name.
 
-        It is that of their op times.
+        The factor is the median time of the worker's ops, divided by the median over its stage's
+        workers.
         """
         totals = np.median(self.seconds.sum(axis=4), axis=(0, 3))
         factors = totals / np.median(totals, axis=0)
-        return {f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
-                for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()}
+        return {
+            f"{pipeline}.{stage}": round(float(factors[pipeline, stage]), 3)
+            for pipeline, stage in np.argwhere(factors > SLOW_FACTOR).tolist()
+        }
 
     def sample_costs(self) -> npt.NDArray[np.float64]:
         """Return the times of F, I and W of each sample, [iterations, samples, stages, 3].
 
-        They are multiples of the usual time of the stage; a sample is a micro-batch of any
+        The times are multiples of the usual time of the stage; a sample is a micro-batch of any
         pipeline. The factor of a slow worker applies to all of its samples, so it is not part of
         their costs. A replay of the job with these costs reproduces the traced times.
         """
@@ -82,13 +79,11 @@ class StragglerTrace(NamedTuple):
         by_sample = relative.transpose(0, 1, 3, 2, 4).reshape(
             iterations, pipelines * microbatches, stages, 2
         )
+        # The trace has whole backwards: I and W both get their relative cost.
         return np.concatenate((by_sample, by_sample[..., 1:]), axis=-1)
 
     def _worker_factors(self) -> npt.NDArray[np.float64]:
-        """Return the factor by which each worker's ops take longer, [pipelines, stages].
-
-        1 if it is not slow.
-        """
+        """Return the factor on the time of each worker's ops, [pipelines, stages]; 1 is usual."""
         factors = np.ones(self.seconds.shape[1:3])
         for worker, factor in self.slow_factors().items():
             pipeline, stage = map(int, worker.split("."))
@@ -99,7 +94,8 @@ class StragglerTrace(NamedTuple):
 def read_straggler_trace(path: Path) -> StragglerTrace:
     """Read the op times of a job from a parquet file of ByteDance's StragglerAnalysis.
 
-    Raises ProfilerTraceError, also if pyarrow is not installed.
+    Raises ProfilerTraceError if pyarrow is not installed, the file cannot be read or is no such
+    trace, ops are missing, or workers have several stages.
     """
     column = read_columns(path, COLUMNS)
     kinds = column["optype"]
@@ -112,6 +108,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     pipelines, stages, microbatches = (
         int(column[name][computing].max()) + 1 for name in ("dp_rank", "stage", "mb_id")
     )
+    # Values that no row sets stay NaN, and are found below.
     seconds = np.full((len(steps), pipelines, stages, microbatches, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         is_kind = kinds == kind
@@ -131,6 +128,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
     begin = column["start_ts"].astype(np.float64)
     end = column["start_ts"].astype(np.float64) + column["duration"]
     number_of = np.searchsorted(steps, column["step"])
+    # Rows of steps without compute ops do not count.
     measurable = (number_of < len(steps)) & (
         steps[np.minimum(number_of, len(steps) - 1)] == column["step"]
     )
@@ -144,7 +142,8 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the named columns of a parquet file, by name.
 
-    Raises ProfilerTraceError, also if pyarrow is not installed.
+    Raises ProfilerTraceError if pyarrow is not installed, or the file cannot be read or lacks such
+    a column.
     """
     try:
         import pyarrow
@@ -155,11 +154,13 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]
             "-e '.[parquet]'"
         ) from None
     try:
+        # Files are large, so only these columns are loaded.
         table: Any = parquet.read_table(path, columns=list(names))
         columns = {}
         for name in names:
             if name in table.column_names:
                 column = table[name]
+                # Only this column is text, of which numpy makes an array of text only from a list.
                 is_text = name == "optype"
                 columns[name] = np.array(column.to_pylist()) if is_text else column.to_numpy()
     except (OSError, KeyError, pyarrow.ArrowException) as error:
@@ -180,10 +181,10 @@ def iteration_spans(
     some: npt.NDArray[np.bool_],
     steps: int,
 ) -> npt.NDArray[np.float64]:
-    """Return the seconds of the ops that `some` selects, for each of `steps` iterations.
+    """Return the seconds of each of `steps` iterations, from first start to last end.
 
-    They reach from the first start to the last end. The argument `step` has the iteration of each
-    op, `begin` and `end` its times in seconds.
+    Only ops that `some` selects count; an iteration without any has -inf. `step` has the number of
+    each op's iteration, from 0, and `begin` and `end` have the seconds at which ops start and end.
     """
     first, last = np.full(steps, np.inf), np.full(steps, -np.inf)
     np.minimum.at(first, step[some], begin[some])
@@ -193,12 +194,11 @@ def iteration_spans(
 
 
 def _median_transfer(kinds: npt.NDArray[np.str_], column: Mapping[str, npt.NDArray[Any]]) -> float:
-    """Return the median seconds to send a tensor from stage to stage.
-
-    0 if the trace has none. The n-th send between two workers is matched with the n-th receive.
-    """
+    """Return the median seconds of a transfer between two stages; 0 if there is none."""
     seconds = []
     for send, receive, towards in HOPS:
+        # Sends and receives by iteration and receiving worker, in order of time: the n-th send
+        # belongs to the n-th receive.
         ends: list[dict[tuple[int, int, int], list[float]]] = []
         for kind, moved in ((send, towards), (receive, 0)):
             ends.append(defaultdict(list))

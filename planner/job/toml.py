@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 
 MAX_NUMBER = 1e18
 MIN_SIMILARITY = 0.8
-"""Similarity above which an unknown key is taken for a misspelt one.
-
-No two keys of a job are that similar.
-"""
+"""Similarity above which an unknown key is a misspelling; no two keys are that similar."""
 _T = TypeVar("_T")
 
 
 class JobError(ValueError):
-    """Error: a job cannot be used. The message is one line."""
+    """Error of one line for a job that cannot be used."""
 
 
 class TomlTable:
-    """Table of a job file.
+    """Table of a job file, whose values are taken key by key and checked.
 
-    Each key is taken once; `refuse_unknown_keys` refuses keys that were never requested. All
+    Each key is taken once; `refuse_unknown_keys` then refuses keys that were never requested. All
     methods that read a value raise JobError if it is missing or not as expected.
     """
 
     def __init__(self, name: str, values: object) -> None:
-        """Wrap a table. `name` is its path in the file, "" for the whole file."""
+        """Wrap a table. `name` is its path in the file, "" for the whole file.
+
+        Raises JobError if `values` is no table.
+        """
         if not isinstance(values, dict):
             raise JobError(f"{name} is {shorten_repr(values)}; expected a table")
         self._name = name
@@ -46,7 +46,7 @@ class TomlTable:
         return key in self._left
 
     def has_optional(self, key: str) -> bool:
-        """Return whether an optional key is given, and record that it is a known key."""
+        """Return whether an optional key is given, and record that the key is known."""
         self._known.append(key)
         return key in self._left
 
@@ -62,7 +62,7 @@ class TomlTable:
     def take_table(self, key: str, *, required: bool = False) -> "TomlTable":
         """Take a key and return its nested table.
 
-        If it is missing, return an empty one, or raise JobError if it is required.
+        If the key is missing, return an empty table; raise JobError if it is required.
         """
         given = self._take_required(key, None if required else {})
         if given is None:
@@ -72,50 +72,51 @@ class TomlTable:
     def take_number(self, key: str, default: float | None = None) -> float:
         """Take a key and return its value, a number of at least 0.
 
-        `default`, if given, for a missing key.
+        If the key is missing, return `default`. Without a default, the key is required.
         """
         return checked_number(self.key_path(key), self._take_required(key, default))
 
     def take_count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         """Take a key and return its value, an integer from `low` to `high`.
 
-        `default`, if given, for a missing key.
+        If the key is missing, return `default`. Without a default, the key is required.
         """
         return checked_count(self.key_path(key), self._take_required(key, default), low, high)
 
     def take_counts(
         self, key: str, length: int, per: str, *, low: int, high: int
     ) -> tuple[int, ...]:
-        """Take a key and return `length` integers from `low` to `high`.
+        """Take a required key and return `length` integers from `low` to `high`.
 
-        Its value is a list of them, or one integer for all. The argument `per` names what has one
-        value each, such as a stage, in messages.
+        The key's value is a list of them, or one integer for all. In messages, `per` names what has
+        one value each, such as a stage.
         """
-        return _read_list(self.key_path(key), self._take_required(key, None), length, per,
-                          lambda name, value: checked_count(name, value, low, high))
+        return _read_list(
+            self.key_path(key),
+            self._take_required(key, None),
+            length,
+            per,
+            lambda name, value: checked_count(name, value, low, high),
+        )
 
     def take_numbers(
         self, key: str, length: int, per: str, default: float | None = None
     ) -> tuple[float, ...]:
         """Take a key and return `length` numbers of at least 0.
 
-        Its value is a list of them, or one number for all. For a missing key, all are `default`, if
-        given. The argument `per` names what has one value each, such as a stage, in messages.
+        The key's value is a list of them, or one number for all. If the key is missing, all are
+        `default`; without a default, the key is required. In messages, `per` names what has one
+        value each, such as a stage.
         """
         return _read_list(
             self.key_path(key), self._take_required(key, default), length, per, checked_number
         )
 
     def _take_required(self, key: str, default: object) -> object:
-        """Take a key and return its value.
-
-        If the key is missing, return `default`; None means that there is no default, and that the
-        caller must raise JobError.
-
-        Raises JobError itself if key and default are missing and a key that was not taken is
-        similar, probably a misspelling.
-        """
+        """Take a key and return its value, or `default`; None if both are missing."""
         value = self.take_value(key, default)
+        # The caller raises JobError for None; a similar key that nobody took is probably a
+        # misspelling.
         if value is None and (
             near := difflib.get_close_matches(key, self._left, 1, MIN_SIMILARITY)
         ):
@@ -125,25 +126,27 @@ class TomlTable:
         return value
 
     def refuse_unknown_keys(self) -> None:
-        """Raise JobError if the table has a key that was not taken.
-
-        The message names the most similar known key.
-        """
+        """Raise JobError, which names similar or all known keys, if a key was not taken."""
         for key in self._left:
             near = difflib.get_close_matches(key, self._known, 1)
-            hint = f"did you mean {self.key_path(near[0])!r}?" if near \
+            hint = (
+                f"did you mean {self.key_path(near[0])!r}?"
+                if near
                 else f"known: {', '.join(sorted(set(self._known)))}"
+            )
             raise JobError(f"unknown key {self.key_path(key)!r}; {hint}")
 
 
 def checked_number(path: str, value: object, low: float = 0.0) -> float:
     """Return a value as a float.
 
-    Raises JobError, which names `path`, unless it is finite and at least `low`.
+    Raises JobError, which names `path`, unless the value is finite, at least `low`, and at most
+    `MAX_NUMBER`.
     """
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a number of at least {low:g}")
     if (
+        # In Python, a bool is an integer, too.
         isinstance(value, bool)
         or not isinstance(value, int | float)
         or not math.isfinite(value)
@@ -160,9 +163,9 @@ def checked_number(path: str, value: object, low: float = 0.0) -> float:
 
 
 def checked_count(path: str, value: object, low: int, high: int) -> int:
-    """Return a value if it is an integer from `low` to `high`.
+    """Return a value that is an integer from `low` to `high`.
 
-    Otherwise raise JobError, which names the key `path`.
+    Raises JobError, which names the key `path`, for any other value.
     """
     if value is None:
         raise JobError(f"key {path!r} is missing; expected a whole number, {low} to {high}")
@@ -172,7 +175,7 @@ def checked_count(path: str, value: object, low: int, high: int) -> int:
 
 
 def shorten_repr(value: object) -> str:
-    """Return a value as shown in a message, 60 characters at most."""
+    """Return a value as shown in a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -180,10 +183,10 @@ def shorten_repr(value: object) -> str:
 def _read_list(
     path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]
 ) -> tuple[_T, ...]:
-    """Return `length` values of the key `path`.
+    """Return `length` values of the key `path`, each checked by the function `read`.
 
-    They are from a list of them or from a single value that is used for all. Each is checked by the
-    function `read`. The argument `per` names what has one value each, such as a stage, in messages.
+    `value` is a list of them, or one value for all. Messages name by `per` what has one value each,
+    such as a stage. Raises JobError for a list of another length.
     """
     if not isinstance(value, list):
         return (read(path, value),) * length
@@ -199,17 +202,16 @@ def _read_list(
 
 
 DIGITS = 4
-"""Number of digits of the longest time of a job.
-
-Finer times are below measurement accuracy, and slow down the planner.
-"""
+"""Number of significant digits of a job's longest time; more are below measurement accuracy."""
 
 
 def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Return the text of a job file with these tables, by name.
+    """Return the text of a job file with these tables and plain keys, by name.
 
-    `comments` has the lines to put above each table, by its name ("" for the top).
+    `comments` has the lines to put above each table, by its name ("" for the top). Empty tables are
+    left out.
     """
+    # In TOML, plain keys must precede the tables.
     lines = [f"# {line}" for line in comments.get("", ())]
     lines += [
         f"{key} = {_value_text(value)}"
@@ -224,7 +226,7 @@ def job_text(tables: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -
 
 
 def table_comments(text: str) -> dict[str, list[str]]:
-    """Return the comment lines of a job file by the name of their table.
+    """Return the comment lines of a job file, by the name of their table.
 
     The name is "" for the top. A comment directly above a table's header belongs to that table.
     """
@@ -245,7 +247,7 @@ def table_comments(text: str) -> dict[str, list[str]]:
 def round_times(seconds: Sequence[float], longest: float | None = None) -> list[float]:
     """Round times to multiples of one step, so that ticks stay coarse.
 
-    The step is such that the time `longest` (default: the longest of them) has `DIGITS` significant
+    With this step, the time `longest` (default: the longest of `seconds`) has `DIGITS` significant
     digits.
     """
     longest = max(seconds) if longest is None else longest
@@ -256,7 +258,7 @@ def round_times(seconds: Sequence[float], longest: float | None = None) -> list[
 
 
 def _key_text(key: str) -> str:
-    """Format a key in TOML, quoted if necessary."""
+    """Return a key in TOML, quoted if necessary."""
     return (
         key
         if key.replace("_", "").replace("-", "").isalnum() and key.isascii()
@@ -265,10 +267,11 @@ def _key_text(key: str) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Format a value in TOML."""
+    """Return a value in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        # What is not printable is escaped by number: TOML allows no control characters in a text.
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         text = ""
         for char in escaped:

@@ -1,6 +1,6 @@
-"""The planner's inner loops, which numba compiles to machine code: start times, list schedules, annealing.
+"""Run the planner's inner loops, which numba compiles to machine code.
 
-    compiling    decorators that compile a function; machine code is made anew if any file here has changed
+    compiling    decorators that compile a function, anew if any file here has changed
     starts       start times of an order, and of the reductions after it; the arrays of a problem
     lists        list schedules
     rounds       orders in rounds
@@ -8,13 +8,14 @@
     timing       a state of annealing, timed from scratch; its cost, its critical paths
     retiming     the same where a step changed it
     moves        the steps of annealing
-    annealing    a cooling cycle
+    annealing    the loop over the steps, while the temperature falls
 
-The types of their arguments are here, too. `planner.loops` decides when they are compiled. Imported under any other
-name, this package is plain Python: the same plans, a hundred times slower. So its files import each other by relative
-names.
+The types of their arguments are here, too. `planner.loops` decides when they are compiled. Imported
+under any other name, this package is plain Python: the same plans, a hundred times slower. So its
+files import each other by relative names.
 
-The indices of an array stand in brackets: [op] means one value for each op.
+A group is the workers that hold the same layers. The indices of an array stand in brackets: [op]
+means one value for each op.
 """
 
 from .annealing import anneal, measure_best
@@ -97,7 +98,8 @@ __all__ = [
     "delay_deadlines",
     "list_order",
     "measure_best",
-    "order_in_rounds", "order_in_turn",
+    "order_in_rounds",
+    "order_in_turn",
     "run_reductions",
     "set_deadlines_from_ends",
     "set_earliest_deadlines",

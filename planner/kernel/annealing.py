@@ -1,8 +1,20 @@
-"""Run the steps of a cooling cycle of annealing."""
+"""Run the steps of a cycle of annealing, in which the temperature falls."""
 
 import math
 
-from .chains import ACCEPTED, BETTER, CHANGED, COST, NONE, PERIOD, SHIFT, TOUCHED, TRIED, Chain, Cycle
+from .chains import (
+    ACCEPTED,
+    BETTER,
+    CHANGED,
+    COST,
+    NONE,
+    PERIOD,
+    SHIFT,
+    TOUCHED,
+    TRIED,
+    Chain,
+    Cycle,
+)
 from .compiling import jit, jit_inlined
 from .moves import (
     is_move_within_capacity,
@@ -19,15 +31,42 @@ from .timing import cost_after, random_below, random_uniform, set_heads, state_c
 
 @jit
 def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
-    """Run steps `begin` to below `end` of a cooling cycle of simulated annealing, storing the best state in the chain.
+    """Run the steps of a cooling cycle from number `begin` to below `end`.
 
-    Return the step with which to continue: less than `end` if the goal is reached before. A step that increases the
-    cost by d is accepted with probability exp(-d / T) (Metropolis et al. 1953): if d is at most an allowance that is
-    drawn before the step, -T ln(1 - u) with u uniform. Over the cycle T falls by a constant factor for each step.
+    The temperature falls by a constant factor for each step of the cycle. The best state is stored
+    in the chain. Return the number of the step with which to continue: `end`, or less if the goal
+    is reached before.
     """
-    instance, state, timing, sorting, heads, queue, log, path, record, random, run, places, statistics = \
-        chain.instance, chain.state, chain.timing, chain.sorting, chain.heads, chain.queue, chain.log, chain.path, \
-        chain.record, chain.random, chain.run, chain.places, chain.statistics
+    (
+        instance,
+        state,
+        timing,
+        sorting,
+        heads,
+        queue,
+        log,
+        path,
+        record,
+        random,
+        run,
+        places,
+        statistics,
+    ) = (
+        chain.instance,
+        chain.state,
+        chain.timing,
+        chain.sorting,
+        chain.heads,
+        chain.queue,
+        chain.log,
+        chain.path,
+        chain.record,
+        chain.random,
+        chain.run,
+        chain.places,
+        chain.statistics,
+    )
+    # Costs depend on the goal, which may have been another in the cycle before.
     time_state(instance, state, sorting, timing, cycle.goal)
     now = state_cost(instance, timing, cycle)
     between_heads = 1 + state.duration.shape[0] // cycle.ops_per_step
@@ -35,13 +74,17 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
     for step in range(begin, end):
         if record[PERIOD] <= cycle.goal:
             return step
+        # What only some steps renew: heads, and the critical path.
         if step % between_heads == 0:
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
         if step % cycle.steps_per_path == 0:
             path.size[0] = -1
+        # A change that costs d more is accepted with probability exp(-d / T) (Metropolis et al.
+        # 1953): if d is at most -T ln(1 - u) with u uniform, which is drawn before the change.
         temperature = cycle.hot * (cycle.cold / cycle.hot) ** (step / cycle.steps)
         allowance = -temperature * math.log(1.0 - random_uniform(random))
         draw = random_uniform(random) if movable else 1.0
+        # A shift is drawn, made, timed and judged by itself.
         if cycle.shifts and random_below(random, cycle.shifts) == 0:
             before, now = now, shift_deadline(chain, cycle, now, allowance)
             statistics[SHIFT, TRIED] += 1
@@ -51,6 +94,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
             set_heads(instance, state, timing, sorting, cycle.goal, heads)
             path.size[0] = -1
             continue
+        # Draw one of the other three, and make it.
         log.counters[CHANGED] = log.counters[TOUCHED] = 0
         if draw < cycle.trade:
             move = propose_trade(random, instance, state, timing.late, cycle)
@@ -61,6 +105,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         if move.kind == NONE:
             continue
         statistics[move.kind, TRIED] += 1
+        # Time it, unless workers lack the memory.
         limits = (heads, allowance + cycle.margin * cycle.scale)
         after, accepted = now, False
         if is_move_within_capacity(instance, state, move):
@@ -69,6 +114,7 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
                 after = cost_after(instance, state, timing, log, cycle, now)
                 accepted = after <= now + allowance
         unmark_pipelines(log)
+        # Undo it, or keep it.
         if not accepted:
             revert_timing(timing, queue, log)
             undo_move(instance, state, run, places, move)
@@ -79,43 +125,54 @@ def anneal(chain: Chain, cycle: Cycle, begin: int, end: int) -> int:
         statistics[move.kind, ACCEPTED] += 1
         if _is_better(timing, record, now, cycle.scale):
             statistics[move.kind, BETTER] += _store_best(chain, cycle, now)
-    if end == cycle.steps and record[PERIOD] > cycle.goal and (
-            timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST])):
+    # The last state of a cycle may be better by less than `_is_better` demands.
+    if (
+        end == cycle.steps
+        and record[PERIOD] > cycle.goal
+        and (timing.longest.max(), now * 1000) < (record[PERIOD], float(record[COST]))
+    ):
         _store_best(chain, cycle, now)
     return end
 
 
 @jit
 def measure_best(chain: Chain, cycle: Cycle) -> None:
-    """Recompute period and cost (`state_cost`, what annealing reduces) of the chain's best state for a new cooling
-    cycle, which counts other windows or weighs them differently."""
+    """Recompute period and cost of the chain's best state for a new cooling cycle.
+
+    The cost (`state_cost`) depends on the cycle's goal and weights.
+    """
     period = time_state(chain.instance, chain.best, chain.sorting, chain.trial, cycle.goal)
-    chain.record[PERIOD], chain.record[COST] = period, int(state_cost(chain.instance, chain.trial, cycle) * 1000)
+    chain.record[PERIOD], chain.record[COST] = (
+        period,
+        int(state_cost(chain.instance, chain.trial, cycle) * 1000),
+    )
 
 
 @jit_inlined
 def _is_better(timing, record, now, scale):
-    """Return whether a state, timed in `timing`, is better than the best one by enough to be stored.
+    """Return whether a state is better than the best one by enough to be stored.
 
-    It is if its period is shorter, or if the periods are equal and `now` + `scale` is more than 3 % below the best
-    state's cost: `now` is the cost of the state (`state_cost`), `scale` the mean duration of an op, both in ticks.
-    `record` has the best state's period and cost.
+    Its period is shorter or, if equal, its cost `now` plus `scale` is more than 3% below the
+    best's.
     """
-    # No .max(): where numba's cache has the functions with a runtime, it would compile that here, where it cannot.
+    # No .max(): where numba's cache has the functions with a runtime, it would compile that here,
+    # where it cannot.
     longest = timing.longest[0]
     for value in timing.longest:
         longest = max(longest, value)
-    return longest < record[PERIOD] or (longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97)
+    return longest < record[PERIOD] or (
+        longest == record[PERIOD] and (now + scale) * 1000 < record[COST] * 0.97
+    )
 
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the present state of annealing as its best one, unless its period, computed anew, is longer than that of
-    the best. Return 1 if its period is shorter, else 0.
+    """Store the state unless its period is longer; return 1 if shorter, else 0.
 
-    The argument `now` is the state's cost (`state_cost`) in ticks, which is stored, too.
+    The state's cost is `now`.
     """
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
+    # Timed from scratch, so that what is stored does not rest on the changes of many steps.
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)
     if 0 <= period <= chain.record[PERIOD]:
         chain.record[PERIOD], chain.record[COST] = period, int(now * 1000)

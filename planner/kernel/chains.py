@@ -1,7 +1,8 @@
-"""State the arrays of annealing: a chain, its states, what a step overwrites, and its parameters.
+"""State the arrays of annealing: chains, states, logs, parameters.
 
-Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage), worker (the row of a
-live worker), place (in a worker's order), group (a reduce group), slice, pipeline. Times are in ticks.
+Indices: op (unit * kinds + kind, as in `planner.model.arrays`), unit (a micro-batch at a stage),
+worker (the row of a live worker), place (in a worker's order), group, slice, pipeline. Times are in
+ticks.
 """
 
 from typing import NamedTuple
@@ -13,14 +14,19 @@ from .compiling import Ints
 from .starts import Arcs
 
 BUCKETS = 1024
-"""Number of buckets of the queue of ops whose times annealing recomputes; together they span the ticks of the first
-plan."""
+"""Number of buckets of the queue of ops whose latest starts must be recomputed.
+
+Together they span the ticks of the first plan.
+"""
 TIMED = 2
-"""Value of `Instance.interleaved` if reductions that take time may lie between compute ops; groups share none then."""
+"""Value of `Instance.interleaved` if reductions between compute ops take time.
+
+No two groups then share a reduction.
+"""
 
 
 class Instance(NamedTuple):
-    """Arrays of a problem that annealing never changes. A group is the workers that hold the same layers."""
+    """Arrays of a problem that annealing never changes."""
 
     kinds: int
     """Number of ops of a unit."""
@@ -29,19 +35,26 @@ class Instance(NamedTuple):
     slice: Ints
     """Slice of the unit, [unit]."""
     predecessors: Arcs
-    """Arcs to the ops for which each op waits, except for the op before it on its worker."""
+    """Arcs to what each op waits for, except the op before it on its worker."""
     successors: Arcs
-    """Arcs to the ops that wait for each op, except for the op after it on its worker."""
+    """Arcs to what waits for each op, except the op after it on its worker."""
     group: Ints
-    """Reduce group of the worker (those that hold the same layers), [worker]."""
+    """Group of the worker, [worker]."""
     linked: Ints
-    """Groups with which this group shares gradient reductions, itself included, [group, number]; padded with -1."""
+    """Groups that share gradient reductions with this one, [group, number].
+
+    The group itself is included; rows are padded with -1.
+    """
     interleaved: int
-    """1 if reductions may lie between compute ops, since they take no time, and 2 (TIMED) although they take time; 0 if
-    they follow all of these."""
+    """1 if reductions may lie between compute ops, and take no time.
+
+    2 (TIMED) if they may although they take time; 0 if they follow all compute ops.
+    """
     sharers: Ints
-    """Groups that take part in the reduction, [reduction, number]; for this and the next three fields see
-    `Reductions`."""
+    """Groups that take part in the reduction, [reduction, number].
+
+    This field and the next three are those of `Reductions`.
+    """
     ticks: Ints
     """Duration of the reduction, [reduction]."""
     awaiting: Ints
@@ -49,7 +62,7 @@ class Instance(NamedTuple):
     between: Ints
     """Reductions in which the group takes part, [group, number]."""
     tail: Ints
-    """Ticks from the tick `State.end` of the worker's group to the end of the worker's busy window, [worker]."""
+    """Ticks from the group's end (`State.end`) to that of the worker's busy window, [worker]."""
     pipeline: Ints
     """Pipeline of the worker, [worker]."""
     members: Ints
@@ -57,10 +70,12 @@ class Instance(NamedTuple):
     capacity: Ints
     """Memory of the worker for activations, [worker]; -1 if it is unlimited."""
     holds: Ints
-    """Memory by which the op raises or lowers what its worker holds, [op]: at its start for F, at its end for I and
-    W."""
+    """Memory units that the op adds to its worker's use, [op]; or frees, if negative.
+
+    They are added at the start of F, and at the end of I and W.
+    """
     movable: Ints
-    """Units that more than one worker may run, as an array of unit numbers."""
+    """Numbers of the units that more than one worker may run."""
     hosts: Ints
     """Workers that may run the slice, [slice, number]; padded with -1."""
     cost: Ints
@@ -68,8 +83,7 @@ class Instance(NamedTuple):
 
 
 class State(NamedTuple):
-    """Solution that annealing changes: the worker of each unit, the order of the ops, and the ticks at which groups
-    (workers that hold the same layers) have ended compute and reductions."""
+    """Solution that annealing changes: workers, orders, and ends of groups."""
 
     worker: Ints
     """Worker that runs the unit, [unit]."""
@@ -82,30 +96,39 @@ class State(NamedTuple):
     place: Ints
     """Index of the op in its worker's order, [op]."""
     end: Ints
-    """Tick at which the group's compute ops and the reductions that it shares with other groups have ended, [group]."""
+    """Tick at which the group's compute ops, and reductions in `begin`, have ended, [group]."""
     deadline: Ints
-    """Tick by which the group's workers must have done their compute ops, [group]: as late as the ends of all groups
-    allow."""
+    """Tick by which the group's workers must have done their compute ops, [group].
+
+    Deadlines are as late as the ends of all groups allow.
+    """
     begin: Ints
-    """Beginning of the reduction, [reduction]; if interleaved, the first end of the groups that share it. If TIMED, it
-    is chosen freely, and the end of a group follows from it."""
+    """Tick at which the reduction begins, [reduction].
+
+    If `Instance.interleaved` is 1, a reduction begins at the first end of the groups that share it.
+    If TIMED, annealing chooses when it begins, and the end of a group follows from that.
+    """
     turn: Ints
-    """Reductions in the order in which they run; if TIMED, marks of reductions that are still to be placed."""
+    """Reductions in the order in which they run.
+
+    If `Instance.interleaved` is TIMED, marks instead, [reduction]: 1 if the reduction is still to
+    be placed.
+    """
 
 
 class Timing(NamedTuple):
-    """Times of all ops and lengths of the busy windows in a state of annealing, in ticks."""
+    """Times of all ops and lengths of the busy windows, in ticks."""
 
     late: Ints
-    """Latest tick at which the op may start so that all compute ops meet their group's deadline, [op]."""
+    """Latest start of the op by which all groups meet their deadlines, [op]."""
     longest: Ints
     """Length of the longest busy window among the pipeline's workers, [pipeline]."""
     excess: Ints
-    """Sum of the ticks by which busy windows of the pipeline's workers exceed the goal, [pipeline]."""
+    """Ticks by which windows of the pipeline exceed the goal, added up, [pipeline]."""
 
 
 class Sorting(NamedTuple):
-    """Working arrays and results of sorting all ops so that each comes after those for which it waits."""
+    """Working arrays and results of sorting all ops topologically."""
 
     waiting: Ints
     """Number of predecessors that are not sorted yet, [op]."""
@@ -114,15 +137,16 @@ class Sorting(NamedTuple):
     order: Ints
     """All ops, each after those for which it waits."""
     early: Ints
-    """Earliest tick at which the op can start if no worker begins before its `release`, [op]."""
+    """Earliest start of the op if no worker begins before its `release`, [op]."""
     release: Ints
     """Tick before which the worker starts no op, [worker]."""
 
 
 class Queue(NamedTuple):
-    """Queue of ops whose latest start must be recomputed, in buckets by that time; the latest come first.
+    """Queue of ops whose latest start must be recomputed, the latest first.
 
-    An op is thus recomputed before the ops for which it waits, which start earlier, so that few are recomputed twice.
+    Ops of one interval of time form a list, or bucket. An op is thus recomputed before the ops for
+    which it waits, which start earlier, so that few are recomputed twice.
     """
 
     bucket: Ints
@@ -132,15 +156,18 @@ class Queue(NamedTuple):
     queued: Ints
     """1 while the op is in the queue, [op]."""
     counters: Ints
-    """Counters [WAITING, TOP, BASE, SPAN] of the queue. They are: the number of queued ops, the highest bucket that may
-    hold some, the first tick of the buckets, and the number of ticks that they divide."""
+    """Counters [WAITING, TOP, BASE, SPAN] of the queue.
+
+    WAITING is the number of queued ops, TOP the highest bucket that may hold some, BASE the first
+    tick of the buckets, and SPAN the number of ticks that they divide.
+    """
 
 
 WAITING, TOP, BASE, SPAN = range(4)
 
 
 class Log(NamedTuple):
-    """Values of `Timing` that the present step of annealing has overwritten, so that it can be undone."""
+    """Values of `Timing` that the present step has overwritten, to undo it."""
 
     op: Ints
     """Ops whose latest start the step changed, in the order of the changes."""
@@ -155,49 +182,52 @@ class Log(NamedTuple):
     marked: Ints
     """1 if the pipeline is in `Log.pipeline`, [pipeline]."""
     counters: Ints
-    """Lengths of the log by the index CHANGED or TOUCHED: entries in use of `op` and `late`, and of the other three
-    arrays."""
+    """Number of entries of `op` and `late` (at CHANGED), of the next three (at TOUCHED)."""
 
 
 CHANGED, TOUCHED = range(2)
 
 
 class Path(NamedTuple):
-    """Ops of a critical path at which exchanging neighbouring ops of a worker may shorten the path. After a change is
-    accepted, the path is traced anew."""
+    """Ops of a critical path at which an exchange may shorten the path.
+
+    The path is traced anew after a step that is accepted.
+    """
 
     op: Ints
-    """Ops of the critical path that only the next op of their worker keeps from starting later."""
+    """Ops that only the next op of their worker keeps from starting later."""
     size: Ints
-    """Number of ops in `op`, [1]; -1 if the path must be followed again."""
+    """Number of ops in `op`, [1]; -1 if the path must be traced anew."""
 
 
 class Chain(NamedTuple):
-    """Run of annealing with its own random numbers: its present and best states and its working arrays."""
+    """Run of annealing: its states, random numbers and working arrays."""
 
     instance: Instance
     state: State
     best: State
     """Best state so far."""
     record: Ints
-    """Period and cost of the best state, by the index PERIOD (in ticks) or COST (in thousandths of a tick)."""
+    """Best state's ticks: its period (at PERIOD), and 1000 times its cost (at COST)."""
     timing: Timing
     """Times of the ops of `state`."""
     trial: Timing
     """Times of the ops of another state, such as `best` while it is measured."""
     sorting: Sorting
     heads: Ints
-    """Earliest tick at which the op can start if no busy window exceeds the longest of its pipeline, [op]."""
+    """Earliest start of the op at which no window is too long (`set_heads`), [op]."""
     queue: Queue
     log: Log
     path: Path
     run: Ints
-    """Working array for the ops of a worker that an exchange puts in other places."""
+    """Working array: the ops of a worker that an exchange puts in other places."""
     places: Ints
-    """Indices in a worker's order to which the ops of a unit move, or from which they moved, [kind]."""
+    """Places of a moved unit's ops in a worker's order, new or old, [kind]."""
     statistics: Ints
-    """Numbers of steps that were tried, accepted, or gave a better best state, [operator, TRIED | ACCEPTED |
-    BETTER]."""
+    """Numbers of steps, [kind of step, TRIED | ACCEPTED | BETTER].
+
+    BETTER counts those that made the best plan shorter.
+    """
     random: NDArray[np.uint64]
     """State of the random numbers, [1]."""
 
@@ -207,8 +237,7 @@ TRIED, ACCEPTED, BETTER = range(3)
 
 
 class Cycle(NamedTuple):
-    """Parameters of one cooling cycle of annealing: its temperatures, the period at which it aims, and how it chooses
-    its steps."""
+    """Parameters of one cooling cycle of annealing."""
 
     steps: int
     hot: float
@@ -216,41 +245,54 @@ class Cycle(NamedTuple):
     cold: float
     """Temperature at the last step, in ticks."""
     pull: float
-    """Weight, in the cost, of the mean excess of a pipeline's busy windows over the goal; its longest window's has
-    weight 1."""
+    """Weight, in the cost, of the mean excess of a pipeline's windows over the goal.
+
+    The excess of its longest window has weight 1.
+    """
     goal: int
-    """Period in ticks at which the cycle ends; only busy windows longer than that cost anything."""
+    """Period, in ticks, at which the cycle ends.
+
+    A window costs only the ticks by which it exceeds the goal.
+    """
     scale: float
-    """Mean ticks of an op."""
+    """Mean duration of an op, in ticks."""
     trade: float
-    """Share of the steps that trade units, if units may change workers."""
+    """Share of the steps in which two units trade workers, if units may change workers."""
     move: float
-    """Share of the steps in which a unit moves to another worker; in all others, ops of a worker change places."""
+    """Share of the steps in which a unit moves to another worker.
+
+    Steps that neither trade nor move units exchange ops of a worker.
+    """
     shifts: int
-    """Number n such that one of n steps shifts a group's deadline; 0: no step does."""
+    """Number of steps among which one shifts a group's deadline; 0: none does."""
     low: int
-    """Tick before which no op may start that a step puts in another place."""
+    """Least latest start, in ticks, of ops that the cycle's steps may move."""
     high: int
-    """Tick from which on no op may start that a step puts in another place."""
+    """Tick before which the latest starts of these ops lie."""
     largest_run: int
     longest_jump: int
     margin: float
     steps_per_path: int
     ops_per_step: int
-    """Value of `AnnealingParams.ops_per_step`; `AnnealingParams` also explains the four fields above."""
+    """Value of `AnnealingParams.ops_per_step`.
+
+    `AnnealingParams` also explains the four fields above.
+    """
 
 
 class Move(NamedTuple):
-    """Step that changes an annealing state: an exchange of ops of a worker, a trade of two units, or the move of a
-    unit."""
+    """Change that a step has made to an annealing state: an exchange, trade or move."""
 
     kind: int
     unit: int
     """Unit that changes its worker, in a trade or a move."""
     other: int
-    """In a trade, the unit with which `unit` trades; in a move, the worker that `unit` leaves."""
+    """Unit with which `unit` trades; in a move, the worker that `unit` leaves."""
     worker: int
-    """In an exchange, the worker whose ops at places [begin, middle) and [middle, end) change places."""
+    """Worker whose ops change places in an exchange.
+
+    The ops that were at places [begin, middle) now follow those from [middle, end).
+    """
     begin: int
     middle: int
     end: int

@@ -1,4 +1,4 @@
-"""Compile functions with numba: three decorators, and the stamp by which numba knows that a file has changed."""
+"""Compile functions with numba, anew whenever a file of the kernel has changed."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,8 +14,11 @@ Function = TypeVar("Function", bound=Callable[..., object])
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 """All files of the kernel."""
 STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
-"""Digest of these files. numba stores machine code by the content of one file, so that a function that calls another
-file's would stay as it was when that changes."""
+"""Digest of all files of the kernel; another one makes numba compile anew.
+
+numba itself looks only at the file of a function, and would miss a change to another file's
+function that it calls.
+"""
 
 
 def jit(function: Function) -> Function:
@@ -24,30 +27,33 @@ def jit(function: Function) -> Function:
 
 
 def jit_borrowing(function: Function) -> Function:
-    """Compile a function that allocates no arrays, assigns to no slices of arrays, and is called by compiled functions
-    only.
+    """Compile a function that uses its caller's arrays without counting references.
 
-    It uses its caller's arrays without counting references. Otherwise numba would count references to every array of a
-    tuple at every call, which is a third to a half of the time of annealing.
+    The function must allocate no arrays, assign to no slices of arrays, and be called by compiled
+    functions only. Counting references to every array of a tuple at every call takes a third to a
+    half of the time of annealing.
     """
     return _compile_with(function, BORROWED)
 
 
 def jit_inlined(function: Function) -> Function:
-    """Compile a small function that is inlined into its callers: passing its arguments would take longer than what it
-    does."""
+    """Compile a small function into each of its callers, where a call would take longer.
+
+    The limits of `jit_borrowing` hold.
+    """
     return _compile_with(function, {"forceinline": True, **BORROWED})
 
 
 BORROWED: Mapping[str, Any] = {"_nrt": False}
-"""Option that compiles without numba's runtime, which counts references. It has no public name."""
+"""Option, without a public name, to compile without numba's runtime."""
 
 
 def _compile_with(function: Function, options: Mapping[str, Any]) -> Function:
-    """Compile a function with these options of numba, or return it as it is if the kernel was imported as plain
-    Python."""
+    """Compile a function with options of numba, unless the kernel is plain Python."""
     if __name__ != "slipstream.planner.kernel.compiling":
         return function
+    # With the digest in place of the file's own stamp, stored code is used only if no file of the
+    # kernel has changed.
     try:
         compiled = njit(cache=True, nogil=True, **options)(function)
         if hasattr(compiled, "_cache"):  # not if NUMBA_DISABLE_JIT is set

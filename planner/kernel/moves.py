@@ -1,13 +1,14 @@
 """Draw a step of annealing, make it, and take it back.
 
-    exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a critical path, as in
-                job-shop search (van Laarhoven et al. 1992, Nowicki and Smutnicki 1996)
+    exchange    two neighbouring runs of ops of a worker change places, mostly at an arc of a
+                critical path
     trade       two units of one slice trade workers and places
     move        a unit moves to another worker, to where its ops fit by time
-    shift       a deadline, or the end of a window, shifts
+    shift       the deadline or the end of a group shifts, or a reduction
 
-The first three are drawn by their `propose` functions, which also make the change; `undo_move` takes it back. A shift
-moves the starts of a whole group, and so is timed from scratch and undone at once where it is refused.
+The first three are drawn by their `propose` functions, which also make the change; `undo_move`
+takes it back. A shift moves the starts of a whole group, and so is timed from scratch and undone at
+once where it is refused.
 """
 
 from .chains import EXCHANGE, MOVE, NONE, TIMED, TRADE, Move
@@ -25,12 +26,12 @@ from .timing import (
 )
 
 NEVER = Move(NONE, -1, -1, -1, 0, 0, 0)
+"""Move of a step that changes nothing."""
 
 
 @jit_inlined
 def is_move_within_capacity(instance, state, move):
-    """Return whether all workers whose ops the change `move` of the state has replaced or reordered still have enough
-    memory for activations."""
+    """Return whether workers keep within their memory in a state that `move` has changed."""
     if move.kind == EXCHANGE:
         return _is_order_within_capacity(instance, state, move.worker, move.end)
     if move.kind == MOVE:
@@ -41,12 +42,14 @@ def is_move_within_capacity(instance, state, move):
 
 @jit_inlined
 def retime_after(instance, state, timing, queue, log, limits, move, places):
-    """Recompute the latest starts of ops after the change `move` of the state. Return False if the change must be
-    undone: some busy window exceeds `limits` (`retime`), or there is a circular wait.
+    """Recompute latest starts, and busy windows, in a state that `move` has changed.
 
-    Overwritten values, and the pipelines whose windows may have changed, are stored in `log`. If a unit moved to
-    another worker, `places` has the places that its ops have left.
+    Return False if the change must be undone: some busy window exceeds `limits` (of `retime`),
+    `log` is full, or there is a circular wait. Overwritten values, and the pipelines whose windows
+    may have changed, are stored in `log`. If a unit moved to another worker, `places` has the
+    places that its ops have left.
     """
+    # What must be timed again at first: ops whose next op has changed. `retime` finds the rest.
     if move.kind == EXCHANGE:
         if move.begin:
             queue_op(queue, timing.late, state.sequence[move.worker, move.begin - 1])
@@ -56,17 +59,16 @@ def retime_after(instance, state, timing, queue, log, limits, move, places):
             _queue_unit(instance, state, timing, queue, log, move.other)
         else:
             _queue_before_gaps(instance, state, timing, queue, log, move.other, places)
-    return retime(instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end)) and \
-        _has_no_circular_wait(instance, state, timing, queue, move)
+    return retime(
+        instance, state, timing, queue, log, limits, (move.worker, move.begin, move.end)
+    ) and _has_no_circular_wait(instance, state, timing, queue, move)
 
 
 @jit_inlined
 def _has_no_circular_wait(instance, state, timing, queue, move):
-    """Return whether none of the ops that the change `move` put in other places is in a circular wait of ops of zero
-    duration.
-
-    Any circular wait that `retime` does not detect includes one of these ops.
-    """
+    """Return whether no op that `move` put elsewhere waits for itself."""
+    # Only ops of zero duration are checked: any circular wait that `retime` does not detect
+    # includes one of them.
     sequence, duration, kinds = state.sequence, state.duration, instance.kinds
     if move.kind == EXCHANGE:
         for place in range(move.begin, move.end):
@@ -78,39 +80,58 @@ def _has_no_circular_wait(instance, state, timing, queue, move):
         op, twin = move.unit * kinds + kind, move.other * kinds + kind
         if duration[op] == 0 and waits_for_itself(instance, state, timing, queue, op):
             return False
-        if move.kind == TRADE and duration[twin] == 0 and waits_for_itself(instance, state, timing, queue, twin):
+        if (
+            move.kind == TRADE
+            and duration[twin] == 0
+            and waits_for_itself(instance, state, timing, queue, twin)
+        ):
             return False
     return True
 
 
 @jit_inlined
 def undo_move(instance, state, run, places, move):
-    """Undo the change `move` of the state's orders and workers; `places` are those of `propose_move`, `run` is a
-    working array. The timing is undone by `revert_timing`."""
+    """Undo the change `move` of the state's orders and workers, but not of its timing.
+
+    `places` has the places that a moved unit's ops had; `run` is a working array. For the timing,
+    there is `revert_timing`.
+    """
     if move.kind == EXCHANGE:
-        _exchange_runs(state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end)
+        _exchange_runs(
+            state, run, move.worker, move.begin, move.begin + move.end - move.middle, move.end
+        )
     elif move.kind == TRADE:
         _trade_units(instance, state, move.unit, move.other)
     else:
         _move_unit(instance, state, move.unit, move.other, places)
 
 
-# --- Exchange ---------------------------------------------------------------------------------------------------------
+# --- Exchange -------------------------------------------------------------------------------------
 
 
 @jit_inlined
 def propose_exchange(random, instance, state, timing, cycle, run, path):
-    """Exchange two neighbouring runs of ops in a worker's order, and return the change. The place is mostly drawn from
-    a critical path, which `path` keeps for further steps; `run` is a working array.
+    """Exchange two neighbouring runs of ops in a worker's order; return the Move.
 
-    If the drawn runs must not change places, the state stays as it is, and NEVER (a `Move` without a change) is
+    The ops are mostly drawn from a critical path, which `path` keeps for further steps; `run` is a
+    working array. If the drawn runs must not be exchanged, the state stays as it is, and NEVER is
     returned.
     """
     late = timing.late
+    # Mostly at an op of a critical path, as in job-shop search (van Laarhoven et al. 1992,
+    # Nowicki and Smutnicki 1996): elsewhere an exchange shortens no longest window.
     if random_below(random, 5):
         if path.size[0] < 0:
             worker = critical_worker(random, instance, state, timing, cycle.goal)
-            critical_path(random, instance, state, late, state.sequence[worker, 0], (cycle.low, cycle.high), path)
+            critical_path(
+                random,
+                instance,
+                state,
+                late,
+                state.sequence[worker, 0],
+                (cycle.low, cycle.high),
+                path,
+            )
         if path.size[0] == 0:
             path.size[0] = -1
             return NEVER
@@ -123,6 +144,7 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
         if late[op] < cycle.low or late[op] >= cycle.high:
             return NEVER
         middle = state.place[op]
+    # Runs of ops on both sides of the drawn place.
     worker = state.worker[instance.unit[op]]
     before, behind = _run_length(random, cycle.largest_run), _run_length(random, cycle.largest_run)
     if random_below(random, 4) == 0:  # one op jumps over several
@@ -142,18 +164,20 @@ def propose_exchange(random, instance, state, timing, cycle, run, path):
 
 
 @jit_inlined
-def _run_length(random, most):
-    """Draw the number of ops, from 1 to `most`, in a run of consecutive ops that changes places; small numbers are more
-    frequent."""
+def _run_length(random, largest):
+    """Draw the number of a run's ops, 1 to `largest`; small ones more often."""
     size = 1
-    while size < most and random_below(random, 3) == 0:
+    while size < largest and random_below(random, 3) == 0:
         size += 1
     return size
 
 
 @jit_inlined
 def _exchange_runs(state, run, worker, begin, middle, end):
-    """Exchange the ops of a worker at places [begin, middle) with those at [middle, end). `run` is a working array."""
+    """Exchange the ops of a worker at places [begin, middle) with those at [middle, end).
+
+    `run` is an array that is overwritten, for the ops of the first run.
+    """
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
         run[index] = row[begin + index]
@@ -167,10 +191,11 @@ def _exchange_runs(state, run, worker, begin, middle, end):
 
 @jit_inlined
 def _is_order_within_capacity(instance, state, worker, end):
-    """Return whether a worker's ops at places before `end`, run in the state's order, keep within its memory."""
+    """Return whether a worker's ops at places before `end` keep within its memory."""
     capacity = instance.capacity[worker]
     if capacity < 0:
         return True
+    # Memory changes only at a worker's own ops, so that their order alone decides.
     sequence, holds, used = state.sequence, instance.holds, 0
     for place in range(end):
         used += holds[sequence[worker, place]]
@@ -179,15 +204,16 @@ def _is_order_within_capacity(instance, state, worker, end):
     return True
 
 
-# --- Trade ------------------------------------------------------------------------------------------------------------
+# --- Trade ----------------------------------------------------------------------------------------
 
 
 @jit_inlined
 def propose_trade(random, instance, state, late, cycle):
-    """Let two random units of a slice trade workers and places, and return the change.
+    """Let two random units of a slice trade workers and places; return the Move.
 
-    Change nothing and return NEVER (a `Move` without a change) if the drawn units cannot trade (`_draw_partner`), or if
-    the first one, by the latest starts `late` [op], is outside of the cycle's range (`_is_unit_in_range`).
+    Each takes the other's places in the workers' orders. Change nothing and return NEVER if the
+    drawn units cannot trade, or if the first one's latest starts, `late` [op], are outside the
+    ticks from `cycle.low` to below `cycle.high`.
     """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     other = _draw_partner(random, instance, state, unit)
@@ -199,8 +225,8 @@ def propose_trade(random, instance, state, late, cycle):
 
 @jit_inlined
 def _draw_partner(random, instance, state, unit):
-    """Draw a unit for `unit` to trade places with, from those of its worker or from all; return -1 if the drawn unit is
-    `unit` itself or of another slice."""
+    """Draw a unit that `unit` may trade with; -1 if the drawn one cannot."""
+    # A third of the time of the same worker: such a trade changes only its order.
     if random_below(random, 3) == 0:
         worker = state.worker[unit]
         other = instance.unit[state.sequence[worker, random_below(random, state.size[worker])]]
@@ -211,8 +237,7 @@ def _draw_partner(random, instance, state, unit):
 
 @jit_inlined
 def _is_unit_in_range(instance, late, cycle, unit):
-    """Return whether a unit's ops, by their latest starts `late` [op], reach into the ticks from `cycle.low` to below
-    `cycle.high`, in which this cycle puts ops in other places."""
+    """Return whether a unit's latest starts reach into the ticks in which the cycle works."""
     kinds = instance.kinds
     return late[unit * kinds] < cycle.high and late[(unit + 1) * kinds - 1] >= cycle.low
 
@@ -229,16 +254,16 @@ def _trade_units(instance, state, unit, other):
     state.worker[unit], state.worker[other] = other_worker, worker
 
 
-# --- Move to another worker -------------------------------------------------------------------------------------------
+# --- Move to another worker -----------------------------------------------------------------------
 
 
 @jit_borrowing
 def propose_move(random, instance, state, late, cycle, places):
-    """Move a random unit to another worker in the state, fill `places` with the places that its ops have left, and
-    return the change.
+    """Move a random unit to another random worker; return the Move.
 
-    Change nothing and return NEVER if no worker is drawn (`_draw_other_worker`), or if the latest starts of the unit's
-    ops, in `late` [op], are all before `cycle.low`, or none is before `cycle.high`.
+    Fill `places` with the places that its ops have left. Change nothing and return NEVER if the
+    drawn worker runs the unit already or has no place for it, or if the unit's latest starts,
+    `late` [op], are outside the ticks from `cycle.low` to below `cycle.high`.
     """
     unit = instance.movable[random_below(random, instance.movable.shape[0])]
     worker = _draw_other_worker(random, instance, state, unit)
@@ -252,7 +277,7 @@ def propose_move(random, instance, state, late, cycle, places):
 
 @jit_borrowing
 def _draw_other_worker(random, instance, state, unit):
-    """Draw a worker that may run a unit; return -1 if the drawn one runs it already or has no space for more ops."""
+    """Draw a worker for a unit; -1 if it is the present one or full."""
     hosts = instance.hosts[instance.slice[unit]]
     count = 0
     while count < hosts.shape[0] and hosts[count] >= 0:
@@ -264,8 +289,11 @@ def _draw_other_worker(random, instance, state, unit):
 
 @jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Find the places in another worker's order where a unit's ops fit by their latest starts, `late` [op]; store them
-    in `places` [kind]."""
+    """Fill `places` [kind] with the places of a unit's ops in `worker`'s order, once inserted.
+
+    They follow the worker's ops whose latest starts, `late` [op], are earlier.
+    """
+    # Ops of the worker that start before the unit's op stay before it.
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
     for kind in range(kinds):
@@ -276,8 +304,7 @@ def _find_places(instance, state, late, unit, worker, places):
 
 @jit_borrowing
 def _move_unit(instance, state, unit, worker, places):
-    """Assign a unit to a worker and insert its ops at `places` [kind] of the worker's order; then fill `places` with
-    those that they had before."""
+    """Insert a unit's ops at `places` [kind] of another worker; return there the old places."""
     kinds, old_worker, number = instance.kinds, state.worker[unit], instance.slice[unit]
     for kind in range(kinds):
         _remove_op(state, unit * kinds + kind, old_worker)
@@ -292,7 +319,6 @@ def _move_unit(instance, state, unit, worker, places):
 
 @jit_borrowing
 def _remove_op(state, op, worker):
-    """Remove an op from a worker's order."""
     row = state.sequence[worker]
     for index in range(state.place[op], state.size[worker] - 1):
         row[index] = row[index + 1]
@@ -314,44 +340,69 @@ def _insert_op(state, op, worker, place):
 
 @jit_borrowing
 def _queue_unit(instance, state, timing, queue, log, unit):
-    """Queue for `retime` the ops of a unit that came to another worker or place, and the ops that must end before
-    them."""
+    """Queue for `retime` a moved unit's ops, and those that directly precede them.
+
+    These are the ops that they wait for, and those before them in the worker's order. `log` records
+    the worker's pipeline.
+    """
     worker, predecessors = state.worker[unit], instance.predecessors
     touch_pipeline(timing, log, instance.pipeline[worker])
     for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
         queue_op(queue, timing.late, op)
         for arc in range(predecessors.start[op], predecessors.start[op + 1]):
             queue_op(queue, timing.late, predecessors.op[arc])
-        queue_op(queue, timing.late, state.sequence[worker, state.place[op] - 1] if state.place[op] else -1)
+        queue_op(
+            queue,
+            timing.late,
+            state.sequence[worker, state.place[op] - 1] if state.place[op] else -1,
+        )
 
 
 @jit_borrowing
 def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
-    """Queue for `retime` the ops of a worker that came directly before the ops of a unit that has left the worker;
-    `places` has the places that the unit's ops had there."""
+    """Queue for `retime` the ops before the gaps that a unit left on `worker`.
+
+    `places` [kind] has the places that the unit's ops had in the worker's order.
+    """
     touch_pipeline(timing, log, instance.pipeline[worker])
+    # Places count from before the unit left, so those of its earlier kinds are taken off.
     for kind in range(instance.kinds):
         place = places[kind] - kind - 1
         if 0 <= place < state.size[worker]:
             queue_op(queue, timing.late, state.sequence[worker, place])
 
 
-# --- Shift a deadline -------------------------------------------------------------------------------------------------
+# --- Shift a deadline -----------------------------------------------------------------------------
 
 
 @jit
 def shift_deadline(chain, cycle, before, allowance):
-    """Shift the tick at which a group (workers that hold the same layers) ends by a random number of ticks so that a
-    longest busy window may become shorter.
+    """Shift a group's end, or a reduction, so that a longest window may become shorter.
 
-    Either the group of the window's worker must end earlier, or the group at which the window's critical path ends may
-    end its compute ops later. The shift is undone if the cost that annealing reduces, `before` in ticks, grows by more
-    than `allowance`. Return the cost afterwards.
+    Either the group of the window's worker must end earlier, or the group at which the window's
+    critical path ends may end later, or, if reductions are TIMED, one of them begins at another
+    tick. The shift is undone if it raises the cost by more than `allowance` or makes a wait
+    circular. Return the cost afterwards; `before` is the cost now. Costs and `allowance` are in
+    ticks.
     """
-    random, instance, state, timing, trial = chain.random, chain.instance, chain.state, chain.timing, chain.trial
+    random, instance, state, timing, trial = (
+        chain.random,
+        chain.instance,
+        chain.state,
+        chain.timing,
+        chain.trial,
+    )
     worker = critical_worker(random, instance, state, timing, cycle.goal)
-    last = critical_path(random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path)
-    end, deadline, begin, turn = state.end.copy(), state.deadline.copy(), state.begin.copy(), state.turn.copy()
+    last = critical_path(
+        random, instance, state, timing.late, state.sequence[worker, 0], (0, 0), chain.path
+    )
+    end, deadline, begin, turn = (
+        state.end.copy(),
+        state.deadline.copy(),
+        state.begin.copy(),
+        state.turn.copy(),
+    )
+    # Shift the beginning of a reduction, the end of a group, or the deadline of its compute.
     ticks = 1 + random_below(random, 1 + int(cycle.scale))
     if instance.interleaved == TIMED and random_below(random, 2):
         _shift_reduction(random, instance, state, timing.late, worker, last, ticks)
@@ -364,6 +415,7 @@ def shift_deadline(chain, cycle, before, allowance):
     else:
         state.deadline[instance.group[state.worker[instance.unit[last]]]] += ticks
         set_ends_from_deadlines(instance, state)
+    # All starts change, so the state is timed from scratch.
     period = time_state(instance, state, chain.sorting, trial, cycle.goal)
     after = state_cost(instance, trial, cycle)
     if period < 0 or after > before + allowance:
@@ -377,8 +429,13 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit
 def _shift_reduction(random, instance, state, late, worker, last, ticks):
-    """Let a reduction that keeps the op `last` from starting later begin `ticks` later or, half of the time and if
-    there is none, put a random reduction of the worker's group directly before a random op of it. TIMED only."""
+    """Begin a reduction later that the op `last` must precede, or move another one.
+
+    With probability 1/2, a reduction that begins at the latest end of `last` begins `ticks` later.
+    Otherwise, or if there is none, a random reduction of `worker` ends where a random op of it
+    starts at the latest, `late` [op].
+    """
+    # A reduction that begins where the path ends may begin later.
     group = instance.group[state.worker[instance.unit[last]]]
     tick = late[last] + state.duration[last]
     for index in range(instance.between.shape[1]):
@@ -386,6 +443,7 @@ def _shift_reduction(random, instance, state, late, worker, last, ticks):
         if number >= 0 and state.begin[number] == tick and random_below(random, 2):
             begin_reduction_at(instance, state, number, tick + ticks)
             return
+    # Else, put any reduction of the group before any op.
     group, count = instance.group[worker], 0
     while count < instance.between.shape[1] and instance.between[group, count] >= 0:
         count += 1
@@ -396,13 +454,9 @@ def _shift_reduction(random, instance, state, late, worker, last, ticks):
 
 @jit_borrowing
 def _group_ending_with(instance, state, late, op):
-    """Return the group (workers that hold the same layers) whose end keeps `op`, the last op of a critical path, from
-    starting later.
-
-    A reduction between compute ops begins at the earliest end of its groups. If one that the group of `op` shares
-    begins when `op` ends, return a group with that earliest end; otherwise, the group of `op`. Latest starts are in
-    `late` [op].
-    """
+    """Return the group whose end keeps a critical path's last op from starting later."""
+    # The op's own group, unless a reduction between compute ops begins when the op ends. Such a
+    # reduction begins at the earliest end of its groups: then the group with that end.
     group, tick = instance.group[state.worker[instance.unit[op]]], late[op] + state.duration[op]
     for number in range(instance.between.shape[1]):
         reduction = instance.between[group, number]

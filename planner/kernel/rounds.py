@@ -1,7 +1,8 @@
-"""Make orders in rounds: in each, every worker runs one I (or B) and one F, so that as many micro-batches are in flight
-as before it; W fill the gaps.
+"""Make orders in rounds: in each, every worker runs one gradient and one F.
 
-Such are the schedules of zero bubble (Qi et al. 2024, arXiv 2401.10241, and its V, 2405.15362).
+A gradient is an I or B. A round has two halves, for the gradients and for the F. As many
+micro-batches are in flight as before a round; W fill the gaps. Such are the schedules of zero
+bubble (Qi et al. 2024, arXiv 2401.10241, and its V, 2405.15362).
 """
 
 from typing import NamedTuple
@@ -14,7 +15,10 @@ from .starts import FOREVER, Ops
 
 
 class Lanes(NamedTuple):
-    """Queues of ops in the order in which a worker runs them: a lane for each worker, slice and kind, F or I (or B)."""
+    """Queues of ops, or lanes, in the order in which a worker runs them.
+
+    Each worker has a lane for each of its slices and each of the kinds F and I (or B).
+    """
 
     start: Ints
     """Index in `op` of the lane's first op, [lanes + 1]."""
@@ -31,11 +35,14 @@ class Lanes(NamedTuple):
     gradient: Ints
     """Lanes of I or B, those of the last slices first."""
     first: Ints
-    """Tick at which the lane's first op starts if nothing delays the first micro-batch, [lane]."""
+    """Start tick of the lane's first op if nothing delays the first micro-batch, [lane]."""
 
 
 class RoundRule(NamedTuple):
-    """Rule by which orders in rounds are made; `planner.search.round_scheduler.RoundRule` explains the fields."""
+    """Rule by which orders in rounds are made, as numbers.
+
+    `planner.search.round_scheduler.RoundRule` explains the fields.
+    """
 
     limit: Ints
     """Most F of the lane before the worker's first I, [lane]."""
@@ -48,7 +55,11 @@ class RoundRule(NamedTuple):
     cascade_gradient: bool
     pass_on: bool
     approved: Ints
-    """Idle ticks that the worker may have, [worker]: those that it had in an order made before, or -1."""
+    """Value of `Progress.idle` in this rule's previous order, 0 at least, [worker].
+
+    All are -1 for the first order. A worker may be idle for as long as the idlest one so far, or as
+    its value is below the largest.
+    """
 
 
 class Progress(NamedTuple):
@@ -58,24 +69,32 @@ class Progress(NamedTuple):
     end: Ints
     """Tick at which the op ends, [op]; -1 before it is placed."""
     next: Ints
-    """Index in `Lanes.op` of the lane's next op, [lane]; of an order in turn, in `turn`, [worker]."""
+    """Index in `Lanes.op` of the lane's next op, [lane].
+
+    For an order in turn, index in its `turn` of the worker's next op, [worker].
+    """
     free: Ints
     """Tick at which the worker ends its last op, [worker]."""
     used: Ints
     """Memory that the worker's micro-batches take, [worker]."""
     idle: Ints
-    """Idle ticks of the worker between its ops, less the work that the busiest worker has more, [worker]."""
+    """Idle ticks of the worker less its spare ticks, [worker].
+
+    The spare ticks are those by which its work is less than the busiest worker's.
+    """
     weights: Ints
-    """W that may run, [worker, number], the oldest first."""
+    """W of the worker whose I has been placed, [worker, number], the oldest first."""
     weight_bounds: Ints
-    """First number of a W in `weights` that has not run, and the number after the last, [worker, 2]."""
+    """Bounds in `weights` of the worker's W that wait: first and end, [worker, 2]."""
     chosen: Ints
-    """Lane from which the worker takes its next op in this half of the round, [worker]; -1 if it has none, -2 if it
-    has run one."""
+    """Lane of the worker's next op in this half of the round, [worker].
+
+    -1 if there is none; -2 once the worker has run an op in this half.
+    """
     skipped: Ints
-    """1 if the lane's next F waits for the round after this one, [lane]."""
+    """1 if the lane's next F is postponed to the next round, [lane]."""
     counters: Ints
-    """Number of placed ops (PLACED), and the most idle ticks of a worker (IDLE)."""
+    """Number of placed ops (at PLACED), and most idle ticks of a worker (at IDLE)."""
 
 
 PLACED, IDLE = range(2)
@@ -83,7 +102,8 @@ PLACED, IDLE = range(2)
 
 @jit_borrowing
 def _arrival(ops: "Ops", end: Ints, op: int) -> int:
-    """Return the tick at which all ops for which an op waits have reached it; -1 if one of them is not placed."""
+    """Return the tick at which an op's inputs have come; -1 if still unknown."""
+    # The hop is the transfer, if another worker ran the op before.
     tick, arcs = 0, ops.predecessors
     for arc in range(arcs.start[op], arcs.start[op + 1]):
         if end[arcs.op[arc]] < 0:
@@ -93,7 +113,9 @@ def _arrival(ops: "Ops", end: Ints, op: int) -> int:
 
 
 @jit_borrowing
-def _place_op(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, op: int, tick: int) -> None:
+def _place_op(
+    ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, op: int, tick: int
+) -> None:
     """Append an op that starts at `tick` to the order of its worker."""
     kind, number = op % ops.kinds, ops.slice[ops.unit[op]]
     state.order[state.counters[PLACED]] = op
@@ -101,6 +123,7 @@ def _place_op(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, op
     state.free[worker] = tick + ops.duration[op]
     state.end[op] = state.free[worker]
     state.used[worker] += memory.room[number, kind]
+    # I leaves a W, which has the next number of its unit.
     if kind == BACKWARD and ops.kinds > WEIGHT:
         state.weights[worker, state.weight_bounds[worker, 1]] = op + 1
         state.weight_bounds[worker, 1] += 1
@@ -108,7 +131,7 @@ def _place_op(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, op
 
 @jit_borrowing
 def _waiting_weight(state: Progress, worker: int) -> int:
-    """Return the worker's oldest W that may run, or -1."""
+    """Return the worker's oldest W whose I is placed; -1 if none waits."""
     first = state.weight_bounds[worker, 0]
     return state.weights[worker, first] if first < state.weight_bounds[worker, 1] else -1
 
@@ -121,9 +144,14 @@ def _place_weight(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int
 
 
 @jit_borrowing
-def _free_after_weights(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, needed: int) -> int:
-    """Return the tick at which a worker could have run as many W as it takes to have `needed` memory; -1 if all of its
-    W are not enough."""
+def _free_after_weights(
+    ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, needed: int
+) -> int:
+    """Return the tick at which a worker can have `needed` memory free; -1 if never.
+
+    Before, it runs as many of its waiting W as this takes, the oldest first.
+    """
+    # The oldest W first, as they would run.
     tick, free = state.free[worker], memory.capacity[worker] - state.used[worker]
     for number in range(state.weight_bounds[worker, 0], state.weight_bounds[worker, 1]):
         if free >= needed:
@@ -148,8 +176,11 @@ def _count_idle(state: Progress, worker: int, tick: int) -> None:
 
 @jit_borrowing
 def _delays_first(lanes: Lanes, state: Progress, lane: int, end: int) -> bool:
-    """Return whether an F of a lane that ends at tick `end` delays the first micro-batch in another lane of the
-    worker."""
+    """Return whether an F of `lane` that ends at `end` delays another lane's first op.
+
+    The other lane is of the same worker and has not begun.
+    """
+    # Only lanes of the same worker that have not begun can be delayed by it.
     worker = lanes.worker[lane]
     for other in range(lanes.of_worker[worker], lanes.of_worker[worker + 1]):
         if other != lane and state.next[other] == lanes.start[other] and end > lanes.first[other]:
@@ -158,28 +189,44 @@ def _delays_first(lanes: Lanes, state: Progress, lane: int, end: int) -> bool:
 
 
 @jit
-def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress, tolerance: int,
-             most: int) -> None:
-    """Place F before the first I of each worker, in the order of their starts: as many as memory allows, at most `most`
-    of a worker, and none that delays the first micro-batch by more than `tolerance`."""
+def _warm_up(
+    ops: "Ops",
+    lanes: Lanes,
+    memory: MemoryLimits,
+    rule: RoundRule,
+    state: Progress,
+    tolerance: int,
+    limit: int,
+) -> None:
+    """Place at most `limit` F before each worker's first I, the earliest one each time.
+
+    A lane gets at most its `rule.limit`, and an F may delay the first op of another of its
+    worker's lanes by at most `tolerance` ticks.
+    """
     while True:
+        # The F that could start first, of the deepest lanes if several could.
         best, start = -1, FOREVER
         for index in range(lanes.forward.shape[0] - 1, -1, -1):
             lane = lanes.forward[index]
             place, worker = state.next[lane], lanes.worker[lane]
-            if place == lanes.start[lane + 1] or place - lanes.start[lane] >= rule.limit[lane] \
-                    or _count_forwards(lanes, state, worker) >= most:
+            if (
+                place == lanes.start[lane + 1]
+                or place - lanes.start[lane] >= rule.limit[lane]
+                or _count_forwards(lanes, state, worker) >= limit
+            ):
                 continue
             op = lanes.op[place]
             tick = _arrival(ops, state.end, op)
             if tick < 0 or max(tick, state.free[worker]) >= start:
                 continue
             tick = max(tick, state.free[worker])
-            if state.used[worker] + _memory_needed(ops, memory, op) <= memory.capacity[worker] \
-                    and not _delays_first(lanes, state, lane, tick + ops.duration[op] - tolerance):
+            if state.used[worker] + _memory_needed(ops, memory, op) <= memory.capacity[
+                worker
+            ] and not _delays_first(lanes, state, lane, tick + ops.duration[op] - tolerance):
                 best, start = lane, tick
         if best < 0:
             return
+        # A worker does not idle before its first op: its window begins with it.
         worker = lanes.worker[best]
         if state.free[worker]:
             _count_idle(state, worker, start)
@@ -189,7 +236,7 @@ def _warm_up(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, st
 
 @jit_borrowing
 def _count_forwards(lanes: Lanes, state: Progress, worker: int) -> int:
-    """Return how many F of a worker are placed, before its first I or B."""
+    """Return how many F of a worker are placed before its first I or B."""
     count = 0
     for lane in range(lanes.of_worker[worker], lanes.of_worker[worker + 1]):
         count += state.next[lane] - lanes.start[lane]
@@ -198,12 +245,15 @@ def _count_forwards(lanes: Lanes, state: Progress, worker: int) -> int:
 
 @jit_borrowing
 def _next_gradient(ops: "Ops", lanes: Lanes, state: Progress, worker: int) -> int:
-    """Return the tick at which a worker's next I or B is expected to arrive, if the workers before it run an F first;
-    FOREVER if none is to come."""
+    """Return when a worker's next I or B is expected; FOREVER if none is."""
     earliest, arcs = FOREVER, ops.predecessors
     for lane in range(lanes.of_worker[worker], lanes.of_worker[worker + 1]):
-        if state.next[lane] == lanes.start[lane + 1] or lanes.op[state.next[lane]] % ops.kinds == FORWARD:
+        if (
+            state.next[lane] == lanes.start[lane + 1]
+            or lanes.op[state.next[lane]] % ops.kinds == FORWARD
+        ):
             continue
+        # An input that is not placed comes after an F and itself, on another worker.
         op, tick = lanes.op[state.next[lane]], 0
         for arc in range(arcs.start[op], arcs.start[op + 1]):
             before = arcs.op[arc]
@@ -214,15 +264,22 @@ def _next_gradient(ops: "Ops", lanes: Lanes, state: Progress, worker: int) -> in
                 tick = FOREVER
             else:
                 forward = ops.unit[before] * ops.kinds
-                tick = max(tick, state.free[source] + ops.duration[forward] + ops.duration[before] + arcs.hop[arc])
+                tick = max(
+                    tick,
+                    state.free[source]
+                    + ops.duration[forward]
+                    + ops.duration[before]
+                    + arcs.hop[arc],
+                )
+        # A worker has a lane for each of its slices; the first gradient of any counts.
         earliest = min(earliest, tick)
     return earliest
 
 
 @jit
 def _mark_skipped(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress) -> None:
-    """Mark the lanes whose next F would delay the worker's next I, if the worker may be idle instead and the next slice
-    has enough F to run."""
+    """Mark as skipped the lanes whose next F would delay the worker's next I."""
+    # From the last slices on, since a lane looks at the lane that it feeds.
     for index in range(lanes.forward.shape[0] - 1, -1, -1):
         lane = lanes.forward[index]
         place, worker = state.next[lane], lanes.worker[lane]
@@ -230,12 +287,15 @@ def _mark_skipped(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progres
         if place == lanes.start[lane + 1] or ops.back[ops.unit[lanes.op[place]]] == 0:
             continue
         op = lanes.op[place]
+        # A lane also waits if the one that it feeds does.
         following = lanes.lane[op + ops.kinds]  # the same micro-batch at the next slice
         if state.skipped[following] and state.next[following] < lanes.start[following + 1]:
             state.skipped[lane] = 1
             continue
+        # Only if the next slice has other F to run meanwhile: two that it has not begun.
         if place - lanes.start[lane] < 2 or state.end[lanes.op[place - 2] + ops.kinds] >= 0:
             continue
+        # Skip it if it would end after the I comes, and the worker has idle ticks to spare.
         expected = _next_gradient(ops, lanes, state, worker)
         begin = _free_after_weights(ops, memory, state, worker, _memory_needed(ops, memory, op))
         if expected == FOREVER or (begin >= 0 and begin + ops.duration[op] <= expected):
@@ -245,8 +305,14 @@ def _mark_skipped(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progres
 
 
 @jit
-def _choose_lanes(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, half: Ints) -> None:
-    """Choose for each worker the lane of `half` furthest along the route whose next op can be placed now."""
+def _choose_lanes(
+    ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, half: Ints
+) -> None:
+    """Choose for each worker a lane of `half` whose next op can be placed.
+
+    `half` has the lanes of one half of a round: those of F, or those of I or B.
+    """
+    # Of several lanes, the one furthest along the route, so that micro-batches finish.
     state.chosen[:] = -1
     for index in range(half.shape[0] - 1, -1, -1):
         lane = half[index]
@@ -260,20 +326,36 @@ def _can_place(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, 
     if state.next[lane] == lanes.start[lane + 1] or state.skipped[lane]:
         return False
     op = lanes.op[state.next[lane]]
-    return _arrival(ops, state.end, op) >= 0 and _free_after_weights(
-        ops, memory, state, lanes.worker[lane], _memory_needed(ops, memory, op)) >= 0
+    return (
+        _arrival(ops, state.end, op) >= 0
+        and _free_after_weights(
+            ops, memory, state, lanes.worker[lane], _memory_needed(ops, memory, op)
+        )
+        >= 0
+    )
 
 
 @jit
-def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, state: Progress, half: Ints,
-              cascade: Ints, fill: bool) -> None:
-    """Place one op of each worker from the lanes `half` (those of F, or those of I or B), with W before it.
+def _run_half(
+    ops: "Ops",
+    lanes: Lanes,
+    memory: MemoryLimits,
+    rule: RoundRule,
+    state: Progress,
+    half: Ints,
+    cascade: Ints,
+    fill: bool,
+) -> None:
+    """Place W and an op of each worker from the lanes in `half`.
 
-    A worker without a chosen lane takes an op that another one makes ready in this half, from a lane with 1 in
-    `cascade`.
+    These are all lanes of I or B, or all of F. An op that becomes ready in this half of the round
+    may run if `cascade` [lane] is 1. With `fill`, one more W may run before an op for whose inputs
+    the worker would be idle too long.
     """
     _choose_lanes(ops, lanes, memory, state, half)
     spare = rule.approved.max()
+    # A worker without a chosen lane runs an op that becomes ready in this half of the round, if
+    # `cascade` allows it for the lane.
     for lane in half:
         worker = lanes.worker[lane]
         if state.chosen[worker] != lane and (state.chosen[worker] != -1 or not cascade[lane]):
@@ -281,6 +363,7 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
         if not _can_place(ops, lanes, memory, state, lane):
             continue
         op = lanes.op[state.next[lane]]
+        # W first: those that free the memory, then those that end before the op's inputs come.
         needed, tick = _memory_needed(ops, memory, op), _arrival(ops, state.end, op)
         while state.used[worker] + needed > memory.capacity[worker]:
             _place_weight(ops, memory, state, worker)
@@ -288,10 +371,15 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
         while weight >= 0 and state.free[worker] + ops.duration[weight] <= tick:
             _place_weight(ops, memory, state, worker)
             weight = _waiting_weight(state, worker)
+        # One more W delays the op; it runs if the worker would else be idle too long.
         if weight >= 0 and fill and tick > state.free[worker]:
-            most = max(state.counters[IDLE], spare - rule.approved[worker])
-            if tick - state.free[worker] > most - state.idle[worker] + rule.patience * ops.duration[weight]:
+            allowed = max(state.counters[IDLE], spare - rule.approved[worker])
+            if (
+                tick - state.free[worker]
+                > allowed - state.idle[worker] + rule.patience * ops.duration[weight]
+            ):
                 _place_weight(ops, memory, state, worker)
+        # The op itself.
         tick = max(tick, state.free[worker])
         if state.free[worker]:
             _count_idle(state, worker, tick)
@@ -304,7 +392,10 @@ def _run_half(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, s
 
 @jit_borrowing
 def _pass_on_cascade(lanes: Lanes, state: Progress, half: Ints, cascade: Ints, worker: int) -> None:
-    """Mark the worker's first lane of `half` that still has ops in `cascade`."""
+    """Admit newly ready ops of the worker's first lane in `half` that has ops left.
+
+    For that lane, `cascade` [lane] is set to 1.
+    """
     for lane in half:
         if lanes.worker[lane] == worker and state.next[lane] < lanes.start[lane + 1]:
             cascade[lane] = 1
@@ -313,48 +404,68 @@ def _pass_on_cascade(lanes: Lanes, state: Progress, half: Ints, cascade: Ints, w
 
 @jit
 def _begin_order(ops: "Ops", memory: MemoryLimits, next: Ints, idle: Ints, order: Ints) -> Progress:
-    """Return the state before the first op is placed; `next` and `idle` are those of `Progress`."""
+    """Return the state of an order before its first op is placed."""
     workers = memory.capacity.shape[0]
+    # No worker has more W than units.
     load = np.zeros(workers, np.int64)
     for worker in ops.worker:
         load[worker] += 1
-    return Progress(order, np.full(order.shape[0], -1, np.int64), next, np.zeros(workers, np.int64),
-                    np.zeros(workers, np.int64), idle, np.zeros((workers, load.max()), np.int64),
-                    np.zeros((workers, 2), np.int64), np.zeros(workers, np.int64), np.zeros(next.shape[0], np.int64),
-                    np.zeros(2, np.int64))
+    return Progress(
+        order,
+        np.full(order.shape[0], -1, np.int64),
+        next,
+        np.zeros(workers, np.int64),
+        np.zeros(workers, np.int64),
+        idle,
+        np.zeros((workers, load.max()), np.int64),
+        np.zeros((workers, 2), np.int64),
+        np.zeros(workers, np.int64),
+        np.zeros(next.shape[0], np.int64),
+        np.zeros(2, np.int64),
+    )
 
 
 @jit_borrowing
 def _place_left_weights(ops: "Ops", memory: MemoryLimits, state: Progress) -> None:
-    """Place all W that have waited until the end."""
+    """Place all W that still wait, after all other ops."""
     for worker in range(memory.capacity.shape[0]):
         while _waiting_weight(state, worker) >= 0:
             _place_weight(ops, memory, state, worker)
 
 
 @jit
-def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, idle: Ints, order: Ints) -> int:
-    """Write the ops to `order` as the rounds of a rule place them, and return their number: fewer than all if no worker
-    can go on for lack of memory.
+def order_in_rounds(
+    ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundRule, idle: Ints, order: Ints
+) -> int:
+    """Write the numbers of all ops to `order`, in rounds by a rule.
 
-    On entry `idle` [worker] has the work that the busiest worker has more, as a negative number; on return, the idle
-    ticks of the workers in addition.
+    Return how many were placed: fewer than all if no worker can go on for lack of memory. On entry,
+    `idle` [worker] has the ticks by which the busiest worker has more work, as negative numbers;
+    the ticks for which the worker is idle are added to them.
     """
     workers, count = memory.capacity.shape[0], lanes.worker.shape[0]
     state = _begin_order(ops, memory, lanes.start[:-1].copy(), idle, order)
+    # Lanes that may follow in the same half: all but the last of a worker on the way.
     cascade = np.zeros(count, np.int64)
-    for half, allowed in ((lanes.forward, rule.cascade_forward), (lanes.gradient, rule.cascade_gradient)):
+    for half, allowed in (
+        (lanes.forward, rule.cascade_forward),
+        (lanes.gradient, rule.cascade_gradient),
+    ):
         state.chosen[:] = -1
         for lane in half:
             if allowed and state.chosen[lanes.worker[lane]] < 0:
                 cascade[lane] = 1
             state.chosen[lanes.worker[lane]] = lane
+    # The F before the first I.
     _warm_up(ops, lanes, memory, rule, state, rule.tolerance, FOREVER)
+    # Others then get as many F as the worker with the most, even if that delays first
+    # micro-batches.
     if rule.even:
-        most = 0
+        largest = 0
         for worker in range(workers):
-            most = max(most, _count_forwards(lanes, state, worker))
-        _warm_up(ops, lanes, memory, rule, state, FOREVER, most)
+            largest = max(largest, _count_forwards(lanes, state, worker))
+        _warm_up(ops, lanes, memory, rule, state, FOREVER, largest)
+    # The rounds. Where nothing can be placed, one more is tried without skipped lanes.
     stuck = 0
     while stuck < 2:
         placed = state.counters[PLACED]
@@ -369,29 +480,40 @@ def order_in_rounds(ops: "Ops", lanes: Lanes, memory: MemoryLimits, rule: RoundR
 
 
 @jit
-def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, waiting: Ints, late_drain: bool,
-                  patience: float, order: Ints) -> int:
-    """Write the ops to `order`, with F and I (or B) as `turn` says, and return their number: fewer than all if memory
-    is lacking.
+def order_in_turn(
+    ops: "Ops",
+    memory: MemoryLimits,
+    begin: Ints,
+    turn: Ints,
+    waiting: Ints,
+    late_drain: bool,
+    patience: float,
+    order: Ints,
+) -> int:
+    """Write all ops to `order`; each worker's F and I (or B) follow `turn`.
 
-    The F and I of worker w are those from index begin[w] to below begin[w + 1] of `turn`, in this order; -1 is the
-    oldest W that waits. At most waiting[w] of its W wait after an I; with `late_drain`, any number do after the I that
-    follows its last F. W also run where memory is needed, or where the worker would else be idle for `patience`
-    durations of a W.
+    Return how many were placed: fewer than all if ops wait for each other, or for memory. Worker w
+    runs the ops from index begin[w] to below begin[w + 1] of `turn`; -1 stands for its oldest W
+    that waits. At most waiting[w] of its W wait after an I; with `late_drain`, any number may after
+    the I that follows its last F. W also run where memory is needed, or where the worker would else
+    be idle for at least `patience` durations of a W.
     """
     workers = memory.capacity.shape[0]
+    # The index in `turn` behind the I that follows each worker's last F.
     drain = np.zeros(workers, np.int64)
     for worker in range(workers):
         for index in range(begin[worker], begin[worker + 1]):
             if turn[index] >= 0 and turn[index] % ops.kinds == FORWARD:
                 drain[worker] = index + 2
     state = _begin_order(ops, memory, begin[:-1].copy(), np.zeros(workers, np.int64), order)
+    # Place what can be placed, worker by worker, until nothing more can.
     placed = -1
     while placed < state.counters[PLACED]:
         placed = state.counters[PLACED]
         for worker in range(workers):
             while state.next[worker] < begin[worker + 1]:
                 op = turn[state.next[worker]]
+                # The sequence asks for a W here; if none waits, it goes on.
                 if op < 0:
                     if _waiting_weight(state, worker) >= 0:
                         _place_weight(ops, memory, state, worker)
@@ -400,6 +522,7 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
                 tick, needed = _arrival(ops, state.end, op), _memory_needed(ops, memory, op)
                 if tick < 0 or _free_after_weights(ops, memory, state, worker, needed) < 0:
                     break
+                # W that free memory, then W in the time that the worker would be idle.
                 while state.used[worker] + needed > memory.capacity[worker]:
                     _place_weight(ops, memory, state, worker)
                 weight = _waiting_weight(state, worker)
@@ -408,6 +531,7 @@ def order_in_turn(ops: "Ops", memory: MemoryLimits, begin: Ints, turn: Ints, wai
                     weight = _waiting_weight(state, worker)
                 _place_op(ops, memory, state, worker, op, max(tick, state.free[worker]))
                 state.next[worker] += 1
+                # W that may wait no longer.
                 if not late_drain or state.next[worker] <= drain[worker]:
                     first, last = state.weight_bounds[worker]
                     for _ in range(last - first - waiting[worker]):

@@ -1,21 +1,23 @@
 """Make layouts whose orders are to be searched, the most promising first.
 
-In large clusters they are made group by group.
+In large clusters they are made group by group. They include the layouts of published systems as
+special cases, so that the best one is never worse than theirs:
 
-They include the layouts of published systems as special cases, so that the best one is never worse
-than theirs:
-
-- re-cut pipelines, whole micro-batches (Oobleck, SOSP 2023; by speed: Malleus, arXiv 2410.13333);
-- one cut for all pipelines (ElasWave, arXiv 2510.00606);
-- all pipelines re-cut, also if stages are uneven with no worker down: layers float between them;
+- pipelines with failures divided again, whole micro-batches (Oobleck, SOSP 2023; by speed:
+  Malleus, arXiv 2410.13333);
+- one division for all pipelines (ElasWave, arXiv 2510.00606);
+- all pipelines divided again, also with no worker down if stages are uneven: a layer may float
+  between two workers (`planner.layout.division`);
 - layers fixed (ReCycle, SOSP 2024, and with live peers that help slow workers).
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache, partial
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -32,19 +34,20 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 
 
 def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False) -> list[Replica]:
-    """Divide the live workers into replicas: rows of workers that together can hold all layers.
+    """Divide the live workers into replicas: rows of workers with memory for all layers.
 
     A replica is a pipeline, or what is left of one or several. A pipeline without failed or slow
-    workers keeps its stages. In all other replicas (`is_recut`), which come first, the layers are
-    to be divided again; with `anew`, in all replicas. If they are `narrow`, each has as few workers
-    as memory allows, whatever their pipelines. Raises LookupError if the workers have no room for
-    all layers.
+    workers keeps its stages, unless `anew`. The layers of all other replicas (`is_recut`), which
+    come first, are to be divided again. With `narrow`, each of these has as few workers as memory
+    allows, whatever their pipelines; workers that are left stay idle, each as a replica. Raises
+    LookupError if the workers have no room for all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
     rows: Sequence[Sequence[Worker]] = problem.live_by_pipeline
     if narrow:
         rows = [(worker,) for worker in problem.live_workers]
+    # Short rows first: those that cannot hold all layers are joined until they can.
     for workers in sorted(filter(None, rows), key=len):
         if not (anew or narrow) and _is_whole_pipeline(problem, workers):
             replicas.append(Replica(tuple(_sorted_by_layers(workers)), is_recut=False))
@@ -57,9 +60,12 @@ def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False)
                 pool = []
     if pool:
         if not replicas:
-            raise LookupError("the live workers have no room for all layers")
+            raise LookupError(
+                "in no layout that was tried have the live workers room for all layers"
+            )
         if narrow:  # the rest stays idle: beside them, a replica would pass micro-batches on
             return [*replicas, *(Replica((worker,), is_recut=True) for worker in pool)]
+        # Workers that are left join the shortest replica, if possible one divided again anyway.
         weakest = min(
             replicas,
             key=lambda replica: (not replica.is_recut, len(replica.workers), replica.workers),
@@ -70,11 +76,11 @@ def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False)
 
 
 def cut_all_pipelines(problem: Problem) -> Layout | None:
-    """Return a layout that divides the layers equally in all pipelines.
+    """Return a layout that divides the layers in the same way in all pipelines.
 
-    None if no division fits. A column gets more layers the more live workers it has. This follows
-    ElasWave (arXiv 2510.00606), which re-balances layers between stages equally for all replicas. A
-    worker stays in its column, and the workers of a column share all micro-batches.
+    A column gets more layers the more live workers it has, as in ElasWave (arXiv 2510.00606). A
+    worker stays in its column, and the workers of a column share all micro-batches. None if the
+    layers do not fit, or if columns have several stages or pipelines two directions.
     """
     columns = sorted({column for path in problem.path_by_chain for _, column in path})
     rates = []
@@ -93,6 +99,7 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
         fitting = ranges or fitting
     if fitting is None:
         return None
+    # The same layers for every worker of a column; columns without layers stay idle.
     of_column = {
         column: (layers,)
         for column, layers in zip(columns, fitting, strict=True)
@@ -102,22 +109,28 @@ def cut_all_pipelines(problem: Problem) -> Layout | None:
         VirtualStage(column=column, layers=layers) for column, (layers,) in of_column.items()
     )
     moved_problem = msgspec.structs.replace(
-        problem, grid=msgspec.structs.replace(problem.grid, stages=stages), workers={
+        problem,
+        grid=msgspec.structs.replace(problem.grid, stages=stages),
+        workers={
             worker: msgspec.structs.replace(state, holds=of_column.get(worker.column, ()))
-            for worker, state in problem.workers.items()})
+            for worker, state in problem.workers.items()
+        },
+    )
     layout = fixed_layout(moved_problem, sliced=False)
     return msgspec.structs.replace(layout, kind="one cut for all pipelines")
 
 
-def _ranges_within(problem: Problem, columns: Sequence[int], rates: Sequence[float],
-                   limit: float) -> list[LayerRange] | None:
-    """Assign layers to columns, in order, such that no column needs more than `limit` ticks."""
+def _ranges_within(
+    problem: Problem, columns: Sequence[int], rates: Sequence[float], limit: float
+) -> list[LayerRange] | None:
+    """Return layers for each column, none needing over `limit` ticks at its rate, or None."""
     ranges, layer = [], 0
+    # A column's rate is the sum of its workers' speeds; the least memory of any of them counts.
     for column, rate in zip(columns, rates, strict=True):
         first, work, closing = layer, 0, 0
         room = min(
             (
-                problem.workers[worker].room
+                problem.workers[worker].memory
                 for worker in problem.live_workers
                 if worker.column == column
             ),
@@ -140,7 +153,7 @@ def _sorted_by_layers(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether `workers` are a whole pipeline as in the job, none of them slow."""
+    """Return whether `workers` are all of a pipeline, in place and at the usual speed."""
     stages: dict[int, list[LayerRange]] = {}
     for layers, column in problem.path_by_chain[0]:
         stages.setdefault(column, []).append(layers)
@@ -154,21 +167,29 @@ def _is_whole_pipeline(problem: Problem, workers: Sequence[Worker]) -> bool:
 
 
 def _can_hold_all(problem: Problem, workers: Sequence[Worker]) -> bool:
-    """Return whether these workers have room for all layers, consecutive ones each."""
-    return pack_workloads(problem, _sorted_by_layers(workers), [1] * problem.grid.layer_count,
-                          problem.ample_ticks * 4) is not None
+    """Return whether these workers, each with consecutive layers, have room for all layers."""
+    return (
+        pack_workloads(
+            problem,
+            _sorted_by_layers(workers),
+            [1] * problem.grid.layer_count,
+            problem.ample_ticks * 4,
+        )
+        is not None
+    )
 
 
 # --- Large clusters: those that share work, like ones alike ---------------------------------------
 
 
-def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
-                   make: Callable[[Problem], Layout | None]) -> Layout | None:
+def make_by_groups(
+    problem: Problem, groups: Sequence[tuple[int, ...]], make: Callable[[Problem], Layout | None]
+) -> Layout | None:
     """Make a layout of a problem from layouts of groups of pipelines that share work.
 
-    None if some group has no layout. The function `make` returns the layout of one group's problem.
-    It is called once for all groups that are equal. Raises LookupError if the live workers cannot
-    hold all layers.
+    The function `make` returns the layout of one group's problem, or None if it has none; it is
+    called once for all equal groups. The result is None if some group has no layout. Raises
+    LookupError if the live workers cannot hold all layers.
     """
     if len(groups) == 1:
         return make(problem)
@@ -198,13 +219,11 @@ def make_by_groups(problem: Problem, groups: Sequence[tuple[int, ...]],
 def form_groups(
     problem: Problem, params: LayoutParams = DEFAULTS.layouts
 ) -> Iterator[tuple[int, ...]]:
-    """Iterate over groups of pipelines that share work.
+    """Iterate over groups of pipelines, by number, that are to share work.
 
-    Pipelines that lost workers or speed are grouped with healthy ones that help them; each other
-    pipeline is a group of its own.
-
-    A group that lost more may have more helpers. All pipelines are in one group if they are few.
-    Raises LookupError if the live workers cannot hold all layers.
+    Pipelines that lost workers or speed are grouped with healthy ones that help them, more if they
+    lost more. Each other pipeline is a group of its own. Few pipelines form a single group. Raises
+    LookupError if the live workers cannot hold all layers.
     """
     replicas = form_replicas(problem)
     if len(problem.grid.microbatches) <= params.undivided:
@@ -212,15 +231,20 @@ def form_groups(
         return
     kept = [replica.workers[0].pipeline for replica in replicas if not replica.is_recut]
     recut = [replica for replica in replicas if replica.is_recut]
+    # Weak are replicas that were divided again, and pipelines without a live worker.
     weak: list[tuple[int, ...]] = []
     for replica in recut:
         weak.append(tuple(sorted({worker.pipeline for worker in replica.workers})))
-    weak += [(pipeline,) for pipeline in range(len(problem.grid.microbatches))
-             if not problem.live_by_pipeline[pipeline]]
+    weak += [
+        (pipeline,)
+        for pipeline in range(len(problem.grid.microbatches))
+        if not problem.live_by_pipeline[pipeline]
+    ]
     merged = {pipeline for group in weak for pipeline in group}
     kept = [pipeline for pipeline in kept if pipeline not in merged]
     losses = [_lost_workers(problem, group) for group in weak]
     available, helpers = len(kept), dict[tuple[object, ...], int]()
+    # Healthy pipelines are dealt out by what each weak group lost, as many as it can use.
     for group, lost in zip(weak, losses, strict=True):
         live = [worker for pipeline in group for worker in problem.live_by_pipeline[pipeline]]
         # the stages of these workers matter little
@@ -228,24 +252,32 @@ def form_groups(
         if key not in helpers:
             share = min(int(available * lost / sum(losses)), params.most_helpers)
             helpers[key] = _min_helpers(problem, group, kept[:share], params.fewer_helpers)
-        yield (*group, *kept[:helpers[key]])
-        kept = kept[helpers[key]:]
+        yield (*group, *kept[: helpers[key]])
+        kept = kept[helpers[key] :]
     for pipeline in kept:
         yield (pipeline,)
 
 
 def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
-    """Return how many workers of the usual speed the pipelines in `group` lack."""
+    """Return how many workers of usual speed the pipelines in `group` lack."""
     workers = len(group) * len(problem.path_by_chain[0])
-    speeds = (Fraction(1000, problem.slowness(worker)) for pipeline in group
-              for worker in problem.live_by_pipeline[pipeline])
+    speeds = (
+        Fraction(1000, problem.slowness(worker))
+        for pipeline in group
+        for worker in problem.live_by_pipeline[pipeline]
+    )
     return max(Fraction(1, 1000), workers - sum(speeds, start=Fraction(0)))
 
 
 def _min_helpers(
     problem: Problem, group: tuple[int, ...], healthy: Sequence[int], tolerance: float
 ) -> int:
-    """Return how many of the healthy pipelines suffice as helpers of a group."""
+    """Return how many of the first `healthy` pipelines are enough to help a group.
+
+    All of them would shorten the group's longest load by the fraction `tolerance` at most. Powers
+    of two are tried.
+    """
+
     def longest_load(count: int) -> float:
         part = extract_pipelines(problem, (*group, *healthy[:count]))
         try:
@@ -254,6 +286,7 @@ def _min_helpers(
             return math.inf
         return math.inf if division is None else division[0]
 
+    # With enough, more would shorten the longest load by the fraction `tolerance` at most.
     best, count = longest_load(len(healthy)), 1
     while count < len(healthy) and longest_load(count) > (1 + tolerance) * best:
         count *= 2
@@ -261,21 +294,22 @@ def _min_helpers(
 
 
 def _whole_worker(worker: Worker, pipelines: Sequence[int]) -> Worker:
-    """Return the worker of the whole problem that `worker` of a group's problem represents."""
+    """Return the whole problem's worker that `worker` of a group's problem stands for."""
     return Worker(pipelines[worker.pipeline], worker.column)
 
 
 # --- All of them ----------------------------------------------------------------------------------
 
 
-def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
-                     params: LayoutParams = DEFAULTS.layouts) -> Iterator[Layout]:
-    """Iterate over different layouts, the most promising first; each is made when it is requested.
+def generate_layouts(
+    problem: Problem, *, largest_fine: float = math.inf, params: LayoutParams = DEFAULTS.layouts
+) -> Iterator[Layout]:
+    """Iterate over different layouts, the most promising first, each made on request.
 
     Layouts with moved layers and slices shorter than a stage are made only if all micro-batches
     together have at most `largest_fine` of such slices, and within the limits in `params`. Raises
-    LookupError if there is no layout: no worker holds some layer and none may be loaded from a
-    checkpoint, or there is no room for all layers.
+    LookupError if there is no layout: there is no room for all layers, or no worker holds some
+    layer and none may be loaded from a checkpoint.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
@@ -291,12 +325,48 @@ def generate_layouts(problem: Problem, *, largest_fine: float = math.inf,
         except LookupError as error:
             failure = failure or error
             continue
+        # Different ways may lead to the same routes.
         key = layout and tuple(layout.routes.items())
         if layout is not None and key not in seen:
             seen.add(key)
             yield layout
-    if not seen and failure is not None:
+    if seen or failure is None:
+        return
+    layout = _make_layer_by_layer(problem, params)
+    if layout is None:
         raise failure
+    yield layout
+
+
+def _make_layer_by_layer(problem: Problem, params: LayoutParams) -> Layout | None:
+    """Return a layout for workers with room for one layer's stash at a time.
+
+    Other layouts leave room for the stashes of all layers that a worker holds. None if stashes take
+    no more than activations, if micro-batches may not be cut, if cutting them makes more slices
+    than `params` allow, or if nothing fits.
+    """
+    costs, layers = problem.costs, problem.grid.layer_count
+    excess = max(map(sub, costs.weight_stash, costs.activation))
+    if (
+        excess <= 0
+        or problem.question.layers != "move"
+        or not problem.question.sliced
+        or len(problem.path_by_chain) > 1
+        or problem.grid.total_microbatches * layers > params.largest_fine
+    ):
+        return None
+    # With each W right after its I, a worker holds activations and one stash at most: it needs what
+    # they take together, with stashes no larger than activations, and the most that one is larger.
+    stashes = tuple(map(min, costs.weight_stash, costs.activation))
+    workers = {}
+    for worker, state in problem.workers.items():
+        workers[worker] = msgspec.structs.replace(state, memory=state.memory - excess)
+    relaxed = msgspec.structs.replace(
+        problem, costs=msgspec.structs.replace(costs, weight_stash=stashes), workers=workers
+    )
+    with suppress(LookupError):
+        return _make_recut(relaxed, narrow=True, parts=layers, params=params)
+    return None
 
 
 def _fixed_makers(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
@@ -306,11 +376,13 @@ def _fixed_makers(problem: Problem) -> Iterator[Callable[[], Layout | None]]:
     yield partial(fixed_layout, problem, sliced=False)
 
 
-def _moving_makers(problem: Problem, largest_fine: float,
-                   params: LayoutParams) -> Iterator[Callable[[], Layout | None]]:
+def _moving_makers(
+    problem: Problem, largest_fine: float, params: LayoutParams
+) -> Iterator[Callable[[], Layout | None]]:
     if len(problem.path_by_chain) > 1:
         yield from _fixed_makers(problem)
         return
+    # Number of slices of all micro-batches if each slice is a stage.
     size = problem.grid.total_microbatches * len(problem.path_by_chain[0])
     groups = cache(lambda: tuple(form_groups(problem, params)))
 
@@ -320,6 +392,7 @@ def _moving_makers(problem: Problem, largest_fine: float,
     def is_small_enough(parts: int, largest: float = math.inf) -> bool:
         return problem.question.sliced and size * parts <= min(largest_fine, largest)
 
+    # Slices as long as stages come first: they are fast to search.
     yield make_recut(parts=1)
     if size <= params.largest_narrow:
         yield make_recut(narrow=True, parts=1)
@@ -345,7 +418,7 @@ def _moving_makers(problem: Problem, largest_fine: float,
 
 
 def _require_layers(problem: Problem) -> None:
-    """Raise LookupError if a layer is lost."""
+    """Raise LookupError if a layer has no live holder and may not be loaded."""
     layers = layers_in(
         itertools.chain.from_iterable(worker.holds for worker in problem.workers.values())
     )
@@ -367,12 +440,10 @@ def _make_recut(
     parts: int = 0,
     params: LayoutParams = DEFAULTS.layouts,
 ) -> Layout | None:
-    """Divide the layers again in pipelines that lost workers or have slow ones.
+    """Return a layout that divides layers again, with least load; None if nothing fits.
 
-    Returns the layout in which the busiest worker has the least load; None if nothing fits. With
-    `anew` or `narrow`, the layers of all pipelines are divided again (`form_replicas`). The options
-    `floating`, `spread`, `anywhere`, `separate` and `staggered` are those of `Divider`. If `parts`
-    is not 0, slices are then cut by `with_finer_slices`.
+    `anew` and `narrow` are those of `form_replicas`, `parts` is that of `with_finer_slices` (0: no
+    finer slices), and the others are those of `Divider`. Raises LookupError if no replicas fit.
     """
     replicas = form_replicas(problem, anew=anew, narrow=narrow)
     division = Divider(
@@ -387,6 +458,7 @@ def _make_recut(
     ).find_division()
     if division is None:
         return None
+    # Say in words how the layout was made.
     replicas_text = "re-cut pipelines"
     if narrow:
         replicas_text = "few workers a replica"
@@ -406,15 +478,13 @@ def _make_recut(
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     """Return a copy of the layout whose slices are cut at more layers.
 
-    They are also cut at the ends of the job's stages and of `parts` equal ranges of each stage's
+    Slices are also cut at the ends of the job's stages and of `parts` equal ranges of each stage's
     layers.
-
-    The workers of a stage reduce gradients together; a later stage may end later. A slice over two
-    stages would have to end in time for the earlier one; of two slices, the second has more time.
-    With several ranges per stage, a more urgent op waits no longer than one range takes, and an
-    idle worker receives work sooner than after a whole stage. No tensor passes between slices of
-    one worker.
     """
+    # The workers of a stage reduce gradients together, and a later stage may end later: a slice
+    # over two stages would have to end in time for the earlier one. With several ranges per stage,
+    # an urgent op waits no longer than one range takes, and an idle worker receives work sooner. No
+    # tensor passes between slices of one worker.
     ends = {
         first - (first - end) * number // parts
         for path in problem.path_by_chain
@@ -423,8 +493,11 @@ def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     }
 
     def cut_route(route: Route) -> Route:
-        return tuple(RouteSlice((first, end), worker) for (low, high), worker in route
-                     for first, end in _split_range(low, high, ends))
+        return tuple(
+            RouteSlice((first, end), worker)
+            for (low, high), worker in route
+            for first, end in _split_range(low, high, ends)
+        )
 
     return msgspec.structs.replace(
         layout,

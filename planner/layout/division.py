@@ -1,10 +1,10 @@
 """Divide the work of an iteration over the live workers, and derive the routes.
 
-A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is,
-or the rest of one or several pipelines, re-cut. Its tasks are (layer, micro-batch). They are
-divided in order of layers into one workload for each worker. If a cut falls between two tasks of
-one layer, that layer *floats*: both neighbours hold it, and some micro-batches are cut before it,
-others after it.
+A *replica* is a row of workers that runs layers 0..L-1 of whole micro-batches: a pipeline as it is
+or, *re-cut*, the rest of one or several pipelines, over which the layers are divided again. Its
+tasks are (layer, micro-batch). They are divided in order of layers into one workload for each
+worker. If a cut falls between two tasks of one layer, that layer *floats*: both neighbours hold it,
+and some micro-batches are cut before it, others after it.
 
 Every replica takes as many whole micro-batches as the longest load allows. The tasks of the
 remaining micro-batches form one row, micro-batch after micro-batch, layers ascending. Each re-cut
@@ -46,11 +46,11 @@ from slipstream.schedules.schedule import Worker
 
 T = TypeVar("T")
 Workload = dict[int, int]
-"""Work of one worker in an iteration: micro-batches by layer, consecutive and ascending."""
+"""Number of micro-batches that a worker runs of each layer, by layer, ascending."""
 
 
 class Replica(NamedTuple):
-    """Row of live workers that run all layers of whole micro-batches, sorted by these layers."""
+    """Live workers, in order of their layers, that together run whole micro-batches."""
 
     workers: tuple[Worker, ...]
     is_recut: bool
@@ -60,28 +60,27 @@ class Replica(NamedTuple):
 def make_idle_function(
     problem: Problem, worker: Worker, hops: int
 ) -> Callable[[int, int, int], int]:
-    """Return a function for a worker's least idle time, in ticks.
+    """Return a function that gives a worker's least idle time, in ticks.
 
-    It idles between its first F and its first I.
-
-    The function's arguments are the first layer that the worker holds, the end of these layers, and
-    the number of micro-batches that it runs. Each micro-batch has `hops` transfers to the end of
-    the replica. The I of the first one starts after F of the held layers, F and I of all layers
-    after them, and the transfers of both ways. Until then the worker runs only F, of at most the
-    micro-batches that it has and that its memory has room for.
+    The idle time is that between the worker's first F and its first I. The function's arguments are
+    the first layer that the worker holds, the end of these layers, and the number of micro-batches
+    that it runs. Each micro-batch has `hops` transfers to the end of the replica.
     """
     sums = problem.costs.prefix_sums
     forward = sums.forward
     backward = sums.backward_input
     weights = sums.weights
     peaks = sums.peak_memory
-    slow, room = problem.slowness(worker), problem.workers[worker].room
+    slow, memory = problem.slowness(worker), problem.workers[worker].memory
+    # The I of the first micro-batch starts after F of the held layers, F and I of all layers after
+    # them, and the transfers of both ways.
     trip = forward[-1] + backward[-1] + 2 * hops * problem.times.transfer
 
     def idle_ticks(first: int, end: int, count: int) -> int:
         forward_ticks, peak = forward[end] - forward[first], peaks[end] - peaks[first]
+        # Until then the worker runs only F, of the micro-batches that its memory has room for.
         ran = count * forward_ticks
-        if peak and count * peak > (free := room - weights[end] + weights[first]):
+        if peak and count * peak > (free := memory - weights[end] + weights[first]):
             ran = max(0, free) * forward_ticks // peak
         return max(0, trip - forward[end] - backward[end] + (forward_ticks - ran) * slow // 1000)
 
@@ -97,10 +96,10 @@ def pack_workloads(
     floating: bool = True,
     staggered: bool = False,
 ) -> list[Workload] | None:
-    """Return the work of each worker of a replica; None if there are too few.
+    """Return the work of each worker of a replica; None if it does not fit.
 
-    It is the number of micro-batches for each layer that the worker runs. In order of layers, each
-    worker takes as much work as fits.
+    A worker's work is the number of micro-batches that it runs of each layer. In order of layers,
+    each worker takes as much as the limit and its memory allow (McNaughton 1959).
 
     Parameters
     ----------
@@ -111,23 +110,25 @@ def pack_workloads(
     counts
         Number of micro-batches of each layer that they run together.
     limit
-        Ticks that no worker exceeds. They count its work and the least idle time for lack of memory
-        (`make_idle_function`).
+        Ticks that no worker exceeds: its work, all-reduces and optimizer step, and its least idle
+        time (`make_idle_function`).
     floating
         False if workers take whole layers only.
     staggered
-        True if the limit also counts F and a transfer for each of a worker's stages but the last,
-        since the last stage's reductions come that much later than the first stage's.
+        True if the limit also counts F and a transfer for each of a worker's stages but its last:
+        the delay between the reductions of its first and its last stage.
     """
     workloads: list[Workload] = []
     sums, work = problem.costs.prefix_sums, problem.costs.work
     stages: list[LayerRange] = []
     if staggered:
         stages = [layers for layers, _ in problem.path_by_chain[0]]
+    # As in McNaughton's wrap-around rule (1959): fill one worker after the other.
     layer, left = 0, counts[0]
     for position, worker in enumerate(workers):
         idle = make_idle_function(problem, worker, len(workers) - 1 - position)
-        slow, room, load, first = problem.slowness(worker), problem.workers[worker].room, 0, layer
+        slow, memory = problem.slowness(worker), problem.workers[worker].memory
+        load, first = 0, layer
         workload: Workload = {}
         while layer < len(counts):
             if not left:
@@ -143,7 +144,7 @@ def pack_workloads(
                 - sums.weights[first]
                 + sums.peak_memory[end]
                 - sums.peak_memory[first]
-                > room
+                > memory
             ):
                 break
             # Time that the worker cannot compute: idle, in all-reduces and in optimizer steps.
@@ -153,6 +154,7 @@ def pack_workloads(
                 for low, high in stages
                 if first < high <= layer
             )
+            # As many micro-batches of this layer as fit into the rest of the limit.
             ticks, free = work[layer] * slow, (limit - beside) * 1000 - load
             taken = left if left * ticks <= free or not ticks else max(0, free // ticks)
             if not taken or not (floating or taken == left):
@@ -166,12 +168,13 @@ def pack_workloads(
     return workloads if layer == len(counts) else None
 
 
-def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, best: T,
-                     within: float = 0.0) -> tuple[int, T]:
-    """Return the least limit for which `attempt(limit)` is not None, and that result.
+def find_least_limit(
+    attempt: Callable[[int], T | None], low: int, high: int, best: T, within: float = 0.0
+) -> tuple[int, T]:
+    """Return the least limit at which `attempt` succeeds, and its result there.
 
-    It is above `low`, and at most `high`. The argument `best` is the result for `high`. The answer
-    may exceed the least limit by the share `within` of it.
+    The function `attempt` returns None if it fails. The limit is above `low` and at most `high`,
+    for which the result is `best`. It may exceed the least one by the fraction `within`.
     """
     while high - low > max(1, within * high):
         middle = (low + high) // 2
@@ -187,15 +190,14 @@ def find_least_limit(attempt: Callable[[int], T | None], low: int, high: int, be
 
 
 Task = tuple[int, int]
-"""One layer of one shared micro-batch: (number among the shared ones, layer)."""
+"""One layer of a micro-batch that replicas share: (number among the shared ones, layer)."""
 
 
 class Slice(NamedTuple):
-    """Layers [first, end) of a shared micro-batch, with the replica or worker that runs them.
+    """Layers [first, end) of a micro-batch that several replicas share, and who runs them.
 
-    The field `item` is the number of the micro-batch among the shared ones. In a replica that keeps
-    its stages, `worker` runs the layers; `worker` is None in a replica whose layers are divided
-    again (`Replica.is_recut`), as its workers are chosen later.
+    The field `item` is the number of the micro-batch among the shared ones, and `replica` the
+    number of the replica. The worker is None where layers are divided again: it is chosen later.
     """
 
     item: int
@@ -206,19 +208,22 @@ class Slice(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Division of an iteration's work over replicas; each runs or shares micro-batches."""
+    """Division of an iteration's work over replicas.
+
+    A replica runs micro-batches as a whole, or slices of micro-batches that it shares with others.
+    """
 
     whole: tuple[int, ...]
     """Number of micro-batches that each replica runs as a whole."""
     workloads: tuple[tuple[Workload, ...], ...]
-    """Micro-batches per layer of each worker of each re-cut replica; () for others."""
+    """Work of each worker of each replica; () for replicas that keep their stages."""
     slices: tuple[Slice, ...]
     items: int
-    """Number of shared micro-batches, which no replica runs as a whole."""
+    """Number of micro-batches that several replicas share."""
 
 
 class Divider:
-    """Divider of a problem's work over replicas, by the least load of the busiest worker."""
+    """Divides a problem's work over replicas so that the busiest worker has least load."""
 
     def __init__(
         self,
@@ -250,7 +255,7 @@ class Divider:
             Form sets of replicas as small as possible; a shared micro-batch visits only those of
             one set.
         staggered
-            As in the function `pack_workloads`.
+            Count in a load the delay between a worker's first and last reduction, too.
         params
             Limits of the division.
         """
@@ -263,8 +268,10 @@ class Divider:
     def find_division(self, within: float = 0.0) -> tuple[int, Division] | None:
         """Return the least load of the busiest worker, in ticks, and a division with it.
 
-        None if nothing fits. The load may exceed the least one by the share `within`.
+        None if nothing fits. The load may exceed the least one by the fraction `within`. Raises
+        LookupError if workers have no room for the layers of shared micro-batches.
         """
+        # Double the step above the bound until a limit is met, then bisect.
         low = work_bound(self._problem) - 1
         high, best = low + low // 16 + 1, None
         while (best := self._divide_within(high)) is None:
@@ -276,21 +283,31 @@ class Divider:
 
     def _divide_within(self, limit: int) -> Division | None:
         """Return a division in which no load exceeds `limit` ticks; None if there is none."""
-        left = self._problem.grid.total_microbatches
+        # Each replica runs as many whole micro-batches as it has time for.
+        shared = self._problem.grid.total_microbatches
         whole = []
         for index in range(len(self._replicas)):
-            count = min(left, self._max_microbatches(index, limit))
+            count = min(shared, self._max_microbatches(index, limit))
             whole.append(count)
-            left -= count
-        if left and not self._spread:
+            shared -= count
+        if shared and not self._spread:
             return None
-        segments = [] if self._separate else self._take_segments(whole, left, limit)
-        slices = self._spread_over_sets(whole, left, limit) if self._separate else \
-            self._spread_over_workers(whole, left, segments, limit)
-        return None if slices is None else Division(tuple(whole), (), (*segments, *slices), left)
+        # The others share the rest: first re-cut replicas, then those that keep their stages.
+        segments: list[Slice] = []
+        if self._separate:
+            slices = self._spread_over_sets(whole, shared, limit)
+        else:
+            segments = self._take_segments(whole, shared, limit)
+            slices = self._spread_over_workers(whole, shared, segments, limit)
+        if slices is None:
+            return None
+        return Division(tuple(whole), (), (*segments, *slices), shared)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return a copy of the division with its `workloads` filled in."""
+        """Return a copy of the division with the `workloads` of all re-cut replicas filled in.
+
+        Loads stay within `limit` ticks, unless shared micro-batches leave no room for that.
+        """
         segments = [slice_ for slice_ in division.slices if slice_.worker is None]
         counts = self._task_counts(division.whole, segments)
         workloads: list[tuple[Workload, ...]] = []
@@ -302,12 +319,12 @@ class Divider:
         return division._replace(workloads=tuple(workloads))
 
     def _capacity_key(self, replica: Replica) -> tuple[object, ...]:
-        """Return a key; replicas with equal keys run equally many micro-batches in any time."""
+        """Return a key, equal for replicas that run equally many micro-batches in any time."""
         problem = self._problem
         return (
             replica.is_recut,
             *(
-                (worker.column, problem.slowness(worker), problem.workers[worker].room)
+                (worker.column, problem.slowness(worker), problem.workers[worker].memory)
                 for worker in replica.workers
             ),
         )
@@ -339,18 +356,18 @@ class Divider:
     def _can_run(self, replica: Replica, counts: Sequence[int], limit: int) -> bool:
         if replica.is_recut:
             return self._cut(self._problem, replica.workers, counts, limit) is not None
-        return all(self._unchanged_load(replica, position, counts[0]) <= limit
-                   for position in range(len(replica.workers)))
+        return all(
+            self._unchanged_load(replica, position, counts[0]) <= limit
+            for position in range(len(replica.workers))
+        )
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return a worker's load, in ticks, in a replica that keeps its stages.
+        """Return the ticks that a replica's worker needs if its layers stay in place.
 
-        It is worker number `position`, and the replica runs `count` micro-batches. The load is the
-        worker's compute ops at its speed, the all-reduces and optimizer steps of its layers, and
-        the least time that the worker must idle between its first F and its first I
-        (`make_idle_function`; taken as 0 if its layers are not consecutive).
+        The worker is at `position`, and runs `count` micro-batches. A, O and idle time count, too.
         """
         problem, worker = self._problem, replica.workers[position]
+        # Compute at its speed, closing ops, and idle time, 0 if its layers are not consecutive.
         compute = count * sum(
             problem.costs.work[layer] for layer in problem.list_held_layers(worker)
         )
@@ -363,52 +380,81 @@ class Divider:
         return ticks + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return the slices of shared micro-batches that fit into re-cut replicas."""
+        """Return what replicas whose layers are divided again run of shared micro-batches.
+
+        `items` micro-batches are shared. Each such replica takes as many of their layers as it can
+        run within `limit` ticks, besides its own micro-batches, whose number is in `whole`.
+        """
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
             free = self._free_ticks(whole, limit)
-            short = {task for stage in self._problem.path_by_chain[0]
-                     for task in self._overflow_tasks(items, *stage, free)}
-            left = sorted(tasks, key=lambda task: task not in short)
+            # The tasks that a stage's own workers have no time for come first.
+            short = {
+                task
+                for stage in self._problem.path_by_chain[0]
+                for task in self._overflow_tasks(items, *stage, free)
+            }
+            row = sorted(tasks, key=lambda task: task not in short)
         else:
-            left = list(islice(tasks, (count - 1) * len(self._replicas)))
+            row = list(islice(tasks, (count - 1) * len(self._replicas)))
+        # Each re-cut replica takes the longest segment of the row that it can run.
         slices: list[Slice] = []
         for index, replica in enumerate(self._replicas):
             if not replica.is_recut:
                 continue
             taken = bisect_left(
-                range(1, min(count - 1, len(left)) + 1),
+                range(1, min(count - 1, len(row)) + 1),
                 True,
-                key=lambda some: (
+                key=lambda length: (
                     not self._can_run(
-                        replica, _tasks_per_layer(count, whole[index], left[:some]), limit
+                        replica, _tasks_per_layer(count, whole[index], row[:length]), limit
                     )
                 ),
             )
-            slices += _join_tasks(sorted(left[:taken]), index, None)
-            left = left[taken:]
+            slices += _join_tasks(sorted(row[:taken]), index, None)
+            row = row[taken:]
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return the ticks of `limit` that whole micro-batches leave each worker."""
-        return {worker: limit - self._unchanged_load(replica, position, whole[index])
-                for index, replica in enumerate(self._replicas) if not replica.is_recut
-                for position, worker in enumerate(replica.workers)}
+        """Return the ticks that each worker has left of `limit` after whole micro-batches.
+
+        Each replica runs as many of these as `whole` says. The result lacks replicas whose layers
+        are divided again.
+        """
+        return {
+            worker: limit - self._unchanged_load(replica, position, whole[index])
+            for index, replica in enumerate(self._replicas)
+            if not replica.is_recut
+            for position, worker in enumerate(replica.workers)
+        }
 
     def _overflow_tasks(
         self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]
     ) -> list[Task]:
-        """Return the first tasks of a stage, those that its workers lack ticks for."""
-        tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
-        longest = max(self._problem.costs.work[layer] for layer in range(*layers))
-        room = sum(max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
-                   for worker, ticks in free.items() if worker.column == column)
-        return tasks[:max(0, len(tasks) - room)]
+        """Return the first tasks of a stage for which its workers have no ticks left.
 
-    def _spread_over_workers(self, whole: Sequence[int], items: int, segments: Sequence[Slice],
-                             limit: int) -> list[Slice] | None:
-        """Spread what is left of the shared micro-batches over replicas that keep their stages."""
+        The stage's tasks are its `layers` in each of `items` shared micro-batches. Its workers are
+        those of `column` in `free`, which has the ticks that each has left.
+        """
+        tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
+        # Counted by the longest layer, so that the others certainly fit.
+        longest = max(self._problem.costs.work[layer] for layer in range(*layers))
+        room = sum(
+            max(0, ticks) * 1000 // max(1, longest * self._problem.slowness(worker))
+            for worker, ticks in free.items()
+            if worker.column == column
+        )
+        return tasks[: max(0, len(tasks) - room)]
+
+    def _spread_over_workers(
+        self, whole: Sequence[int], items: int, segments: Sequence[Slice], limit: int
+    ) -> list[Slice] | None:
+        """Return slices of shared tasks not in `segments`, on workers in place.
+
+        The tasks are those of `items` micro-batches. Their stages' workers have the time that the
+        `whole` micro-batches of each replica leave of `limit` ticks; None if that is too short.
+        """
         problem = self._problem
         taken = {
             (segment.item, layer)
@@ -418,13 +464,18 @@ class Divider:
         slices: list[Slice] = []
         free = self._free_ticks(whole, limit) if items else {}
         for (first, end), column in problem.path_by_chain[0]:
-            tasks = [(item, layer) for item in range(items) for layer in range(first, end)
-                     if (item, layer) not in taken]
+            tasks = [
+                (item, layer)
+                for item in range(items)
+                for layer in range(first, end)
+                if (item, layer) not in taken
+            ]
             placed = 0
             for index, replica in enumerate(self._replicas):
                 for worker in replica.workers:
                     if replica.is_recut or worker.column != column or placed == len(tasks):
                         continue
+                    # A worker takes the next tasks of the stage until its time is up.
                     run = placed
                     while run < len(tasks):
                         layer = tasks[run][1]
@@ -435,17 +486,16 @@ class Divider:
                         run += 1
                     slices += _join_tasks(tasks[placed:run], index, worker)
                     placed = run
+            # The workers of this stage have too little time.
             if placed < len(tasks):
                 return None
         return slices
 
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
-        """Spread `items` shared micro-batches evenly over sets of replicas that keep their stages.
+        """Return slices that spread shared micro-batches over sets of replicas.
 
-        In each set, the workers of a stage take even shares of the stage's work. The argument
-        `whole` has the number of micro-batches that each replica runs as a whole. Return each
-        worker's layers of shared micro-batches (`Slice`); None if a worker's load would exceed
-        `limit` ticks, or if no replica keeps its stages and micro-batches are shared.
+        There are `items` shared micro-batches. Each replica runs `whole` [replica] others as a
+        whole. Returns None if that is impossible within `limit` ticks.
         """
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):
@@ -456,6 +506,7 @@ class Divider:
                     for worker in self._replicas[index].workers
                     if worker.column == column
                 ]
+                # The workers of a stage in one set share its micro-batches evenly.
                 for (index, worker), tasks in zip(
                     workers, self._even_shares(batches, layers, len(workers)), strict=True
                 ):
@@ -469,12 +520,11 @@ class Divider:
         return slices if slices or not items else None
 
     def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """Iterate over sets of replicas that share no micro-batch with other sets.
+        """Divide `items` shared micro-batches over sets of replicas that alone run them.
 
-        They keep their stages. Each is yielded as (numbers of its micro-batches among the `items`
-        shared ones, numbers of its replicas). There are as many sets, and each has as few replicas,
-        as is possible with hardly longer loads.
+        Yields pairs: the numbers of a set's micro-batches, and of its replicas.
         """
+        # As many sets as is possible with hardly longer loads, each of equally many micro-batches.
         kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
         if not counts:
@@ -486,6 +536,7 @@ class Divider:
             self._problem.grid.microbatches
         )
         count = max(count for count in counts if largest[count] <= enough)
+        # Each set has as few replicas as that load allows.
         each = items // count
         size = next(
             size
@@ -493,31 +544,31 @@ class Divider:
             if self._max_stage_work(each, size) <= largest[count]
         )
         for number in range(count):
-            yield range(number * each, (number + 1) * each), kept[number * size:(number + 1) * size]
+            yield (
+                range(number * each, (number + 1) * each),
+                kept[number * size : (number + 1) * size],
+            )
 
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
-        """Return the largest work of a worker at any stage.
+        """Return the most work of a worker if so many `replicas` share `items` micro-batches.
 
-        It holds if `replicas` replicas share `items` micro-batches by whole layers. The unit is the
-        work of a whole stage for one micro-batch. Results below `LayoutParams.least_share` are
-        raised to it: slices shorter than that wait longer than they take, so that more replicas
-        would not help.
+        They share by layers. The unit is a whole stage for one micro-batch; the result is at least
+        `least_share` of it.
         """
+        # They share by whole layers. Slices below `least_share` of a stage wait longer than they
+        # take, so that more replicas would not help.
         counts = [end - first for (first, end), _ in self._problem.path_by_chain[0]]
         least = Fraction(self._params.least_share)
         return max(least, *(Fraction(-(-items * count // replicas), count) for count in counts))
 
     def _even_shares(self, items: range, layers: LayerRange, count: int) -> list[list[Task]]:
-        """Divide the (micro-batch, layer) tasks of a stage into `count` consecutive shares of even
-        work.
-
-        The micro-batches are `items`, numbers among the shared ones.
-        """
+        """Divide a stage's tasks of micro-batches `items` into `count` shares of even work."""
         work = self._problem.costs.work
         total, before = sum(work[slice(*layers)]) * len(items), 0
         shares: list[list[Task]] = [[] for _ in range(count)]
         for item in items:
             for layer in range(*layers):
+                # A task goes to the share in which the middle of its work lies.
                 shares[
                     min(count - 1, (2 * before + work[layer]) * count // max(1, 2 * total))
                 ].append((item, layer))
@@ -525,7 +576,11 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return how many micro-batches run each layer in each replica, [replica][layer]."""
+        """Return how many micro-batches run each layer in each replica: [replica][layer].
+
+        The argument `whole` has each replica's number of whole micro-batches, and `segments` the
+        slices of shared ones.
+        """
         counts = [[count] * self._problem.grid.layer_count for count in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -535,7 +590,11 @@ class Divider:
     def _balance_workloads(
         self, replica: Replica, counts: Sequence[int], limit: int
     ) -> list[Workload]:
-        """Return the work of each worker of a replica whose layers are all divided again."""
+        """Return a replica's most even workloads for `counts` micro-batches of each layer.
+
+        They stay within `limit` ticks, unless shared micro-batches leave no room for that.
+        """
+        # Whole layers if they fit, since floating ones are held twice.
         whole_layers = partial(self._cut, floating=False)
         cut_within = (
             self._cut
@@ -559,7 +618,7 @@ class Divider:
 
 
 def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
-    """Return how many micro-batches run each of `count` layers."""
+    """Return each layer's number of micro-batches: `whole`, and one for each task in `more`."""
     counts = [whole] * count
     for _, layer in more:
         counts[layer] += 1
@@ -567,7 +626,10 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join sorted (micro-batch, layer) tasks to slices of consecutive layers."""
+    """Join sorted tasks of a replica into slices of consecutive layers, run by `worker`.
+
+    None: the worker is chosen later.
+    """
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -581,14 +643,15 @@ def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> l
 
 
 GOLDEN_FRACTION = 0.6180339887498949
-"""Golden ratio minus 1, whose first n multiples have even fractional parts for any n."""
+"""Golden ratio minus 1; the fractional parts of its first n multiples are evenly spread."""
 
 
 def build_layout(
     problem: Problem, replicas: Sequence[Replica], division: Division, kind: str
 ) -> Layout:
-    """Return the layout of a division, of this `Layout.kind`, with each micro-batch's route."""
+    """Return the layout of a division; `kind` says in words how the layout was made."""
     whole, items = _name_microbatches(problem, replicas, division)
+    # The worker of each layer, for each micro-batch.
     where: dict[MicroBatch, dict[int, Worker]] = {
         batch: {} for names in (*whole, items) for batch in names
     }
@@ -611,6 +674,7 @@ def build_layout(
                 for layer in problem.list_held_layers(worker):
                     for batch in whole[index]:
                         where[batch][layer] = worker
+    # Shared micro-batches at replicas that keep their stages.
     for slice_ in division.slices:
         if slice_.worker is not None:
             where[items[slice_.item]].update(
@@ -620,19 +684,16 @@ def build_layout(
     return Layout(kind=kind, holds=_layers_held(problem, replicas, routes), routes=routes)
 
 
-def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
-                       division: Division) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Choose which micro-batches each replica runs as a whole, and which are shared.
-
-    A replica runs its own first; `Division.whole` has the number of whole ones. Return a list for
-    each replica, and the shared ones. Those that leave their own replica are evenly spread over the
-    iteration.
-    """
+def _name_microbatches(
+    problem: Problem, replicas: Sequence[Replica], division: Division
+) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+    """Return the micro-batches that each replica runs as a whole, and the shared ones."""
     whole: list[list[MicroBatch]] = []
     rest: list[MicroBatch] = []
     of_pipeline = {
         replica.workers[0].pipeline: index for index, replica in reversed(list(enumerate(replicas)))
     }
+    # A replica runs its own first; those that leave it are evenly spread over the iteration.
     staying: dict[int, list[MicroBatch]] = defaultdict(list)
     for pipeline, count in enumerate(problem.grid.microbatches):
         batches = [MicroBatch(pipeline, number) for number in range(count)]
@@ -643,11 +704,12 @@ def _name_microbatches(problem: Problem, replicas: Sequence[Replica],
             staying[of_pipeline[pipeline]] = [
                 batch for batch in batches if batch.microbatch not in leaving
             ]
+    # Replicas with time left take them in turn; what nobody takes is shared.
     rest.sort(key=_turn_key)
     taken = 0
     for index, count in enumerate(division.whole):
         more = count - len(staying[index])
-        whole.append(sorted(staying[index] + rest[taken:taken + more], key=_turn_key))
+        whole.append(sorted(staying[index] + rest[taken : taken + more], key=_turn_key))
         taken += more
     return whole, rest[taken:]
 
@@ -663,22 +725,22 @@ def _choose_cuts(
     parts: Iterable[tuple[MicroBatch, int, int]],
     where: dict[MicroBatch, dict[int, Worker]],
 ) -> None:
-    """Choose the worker of each layer of the micro-batches on a re-cut replica.
+    """Enter into `where` the worker of each layer of a replica's micro-batches.
 
-    It is stored as `where`[micro-batch][layer].
-
-    Micro-batches in `batches` run on the replica as a whole, those in `parts`, (micro-batch, first,
-    end), only with layers [first, end). The mapping `workloads`[i] has the number of micro-batches
-    of each layer on the i-th worker. With x_k the number of layers before the k-th cut, a real
-    number, micro-batch i is cut at floor(x_k + phase(i)). All cuts of a micro-batch share its
-    phase, so that every worker runs the same number of layers of each micro-batch, give or take
-    one; and phases of successive micro-batches are spread evenly.
+    `batches` are those that run on it whole, and `parts` the others, as (micro-batch, first layer,
+    end). `workloads` has, for each worker in order, the number of micro-batches by layer.
     """
+    # With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at
+    # floor(x_k + phase(i)). All cuts of a micro-batch share its phase, so that every worker runs
+    # the same number of layers of each micro-batch, give or take one; and phases of successive
+    # micro-batches are spread evenly.
     phase = {batch: GOLDEN_FRACTION * number % 1 for number, batch in enumerate(batches)}
     spans = [(batch, 0, len(workloads) and 1 << 30) for batch in batches] + list(parts)
     for number, (batch, _, _) in enumerate(parts):
         phase[batch] = GOLDEN_FRACTION * (len(batches) + number) % 1
+    # In each layer, micro-batches of large phases are cut later, and run on the earlier worker.
     order = sorted(spans, key=lambda span: -phase[span[0]])
+    # Workers that run each layer, in order, and how many micro-batches each.
     sharers: dict[int, list[tuple[Worker, int]]] = defaultdict(list)
     for worker, workload in zip(replica.workers, workloads, strict=True):
         for layer, count in workload.items():
@@ -690,13 +752,13 @@ def _choose_cuts(
         )
         at = 0
         for worker, count in shares:
-            for batch in present[at:at + count]:
+            for batch in present[at : at + count]:
                 where[batch][layer] = worker
             at += count
 
 
 def build_route(layers: dict[int, Worker]) -> Route:
-    """Return the route of a micro-batch from each layer's worker, consecutive layers joined."""
+    """Return a route from each layer's worker; consecutive layers of one become a slice."""
     slices: list[RouteSlice] = []
     for layer in sorted(layers):
         worker = layers[layer]
@@ -707,9 +769,10 @@ def build_route(layers: dict[int, Worker]) -> Route:
     return tuple(slices)
 
 
-def _layers_held(problem: Problem, replicas: Sequence[Replica],
-                 routes: dict[MicroBatch, Route]) -> dict[Worker, tuple[LayerRange, ...]]:
-    """Return the layers that each worker holds."""
+def _layers_held(
+    problem: Problem, replicas: Sequence[Replica], routes: dict[MicroBatch, Route]
+) -> dict[Worker, tuple[LayerRange, ...]]:
+    """Return each worker's held layers: where layers are divided again, those it runs."""
     anew = {worker for replica in replicas if replica.is_recut for worker in replica.workers}
     run: dict[Worker, set[int]] = defaultdict(set)
     for route in routes.values():

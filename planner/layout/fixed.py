@@ -1,6 +1,4 @@
-"""Make layouts in which no worker holds more than before.
-
-Live holders share the micro-batches of each stage.
+"""Make layouts in which no worker holds more than before: live holders share the work.
 
 A *part* is a range of layers that the same workers hold; at first, a stage. Every micro-batch runs
 on its own worker while that is alive and has time. The rest goes to other holders: whole
@@ -23,17 +21,17 @@ from slipstream.schedules.schedule import Worker
 
 
 def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) -> Layout:
-    """Return the layout whose busiest worker has the least load, with no layer moved.
+    """Return the layout in place whose busiest worker has the least load, with few slices.
 
-    It has few slices. With `sliced`, a micro-batch may be cut between any two layers; otherwise,
-    one worker runs all consecutive layers that the same workers hold. The load may exceed the least
-    one by the share `within` of it; then fewer micro-batches are cut. Raises LookupError if no
-    worker holds a layer.
+    With `sliced`, a micro-batch may be cut between any two layers; otherwise, one worker runs all
+    consecutive layers that the same workers hold. The load may exceed the least one by the fraction
+    `within`; then fewer micro-batches are cut. Raises LookupError if no worker holds some layer.
     """
     sharing = _Sharing(problem, sliced=sliced)
     ample = problem.ample_ticks * 2
     with_ease = sharing.share_within(ample)
     assert with_ease is not None, "one holder of each part has time for everything"
+    # Bisect for the least load at which all work finds a holder with time for it.
     least, best = find_least_limit(sharing.share_within, 0, ample, with_ease)
     if within:
         best = sharing.share_within(round(least * (1 + within))) or best
@@ -46,7 +44,7 @@ def fixed_layout(problem: Problem, *, sliced: bool = True, within: float = 0.0) 
 
 
 class _Sharing:
-    """Distributor of all micro-batches over the holders of each range of layers."""
+    """Shares all micro-batches among the holders of each range of layers."""
 
     def __init__(self, problem: Problem, *, sliced: bool) -> None:
         self._problem, self._ticks, self._sliced = problem, problem.slice_ticks, sliced
@@ -59,7 +57,7 @@ class _Sharing:
         self._own = [self._by_own_worker(part) for part in self._parts]
 
     def share_within(self, limit: int) -> dict[MicroBatch, dict[int, Worker]] | None:
-        """Return, by micro-batch and layer, the worker that runs it."""
+        """Return who runs each layer; None if someone would need over `limit` ticks."""
         free = {worker: limit - closing for worker, closing in self._closing.items()}
         if min(free.values()) < 0:
             return None
@@ -73,7 +71,10 @@ class _Sharing:
         return None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by their own worker for the layers of `part`."""
+        """Group all micro-batches by the worker of their own pipeline for the layers of `part`.
+
+        Under None are those for which no worker of their own pipeline is alive.
+        """
         by_worker: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
@@ -88,7 +89,11 @@ class _Sharing:
         free: dict[Worker, int],
         where: dict[MicroBatch, dict[int, Worker]],
     ) -> list[MicroBatch]:
-        """Assign to each worker the micro-batches of its own pipeline that it has time for."""
+        """Let own workers run micro-batches while `free` ticks last; return all others.
+
+        `by_worker` has the micro-batches by own worker; None: it cannot run `part`. Enter in
+        `where` who runs each layer of `part`, and reduce `free`.
+        """
         away = list[MicroBatch]()
         for worker, batches in by_worker.items():
             if worker is None:
@@ -97,6 +102,7 @@ class _Sharing:
             whole = self._ticks(part.layers, worker)
             stay = min(len(batches), free[worker] // whole if whole else len(batches))
             free[worker] -= stay * whole
+            # Those that leave are evenly spread, so that helpers get them steadily.
             leaving = choose_evenly(len(batches) - stay, len(batches))
             for index, batch in enumerate(batches):
                 if index in leaving:
@@ -106,7 +112,7 @@ class _Sharing:
         return sorted(away, key=lambda batch: (batch.microbatch, batch.pipeline))
 
     def _own_worker(self, part: HeldRange, batch: MicroBatch) -> Worker | None:
-        """Return the worker of the micro-batch's own pipeline that runs the layers of `part`."""
+        """Return the worker of the micro-batch's own pipeline for `part`; None: none is alive."""
         path = self._problem.path_by_chain[batch.microbatch % len(self._problem.path_by_chain)]
         column = next(column for (first, end), column in path if first <= part.layers[0] < end)
         worker = Worker(batch.pipeline, column)
@@ -114,14 +120,29 @@ class _Sharing:
             return worker
         return next((other for other in part.holders if other.pipeline == batch.pipeline), None)
 
-    def _share_rest(self, part: HeldRange, batches: Sequence[MicroBatch], free: dict[Worker, int],
-                    where: dict[MicroBatch, dict[int, Worker]]) -> bool:
-        """Assign `batches` to holders of the layers of `part`; return False if these lack time."""
+    def _share_rest(
+        self,
+        part: HeldRange,
+        batches: Sequence[MicroBatch],
+        free: dict[Worker, int],
+        where: dict[MicroBatch, dict[int, Worker]],
+    ) -> bool:
+        """Enter the holders that run `batches` at `part` into `where`; False if time is short.
+
+        The holders have `free` ticks, from which their work is taken. `where` has each
+        micro-batch's worker by layer. Whole micro-batches are dealt first; the rest is cut if that
+        is allowed.
+        """
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.
-            worker = max(part.holders, key=lambda worker: (
-                free[worker] // (self._ticks(part.layers, worker) or 1), worker))
+            worker = max(
+                part.holders,
+                key=lambda worker: (
+                    free[worker] // (self._ticks(part.layers, worker) or 1),
+                    worker,
+                ),
+            )
             if free[worker] < self._ticks(part.layers, worker):
                 break
             free[worker] -= self._ticks(part.layers, worker)

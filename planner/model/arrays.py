@@ -1,10 +1,10 @@
-"""The problem as arrays of integers, for loops that run over all ops many times.
+"""Represent a problem as arrays of integers, for loops that read all ops many times.
 
 The number of an op is unit x number of kinds + index of its kind. Units are numbered by pipeline,
 micro-batch and place in the route, so that the unit at the next slice has the next number. An
 *order* lists all ops so that each comes after the ops that it waits for; each worker runs its ops
-in that order. The memory of a worker changes only at the ends of its own ops, so it depends on the
-order alone: once an order is known to fit, start times may be chosen freely.
+in that order. The memory of a worker changes only when one of its own ops starts or ends, so it
+depends on the order alone: once an order is known to fit, start times may be chosen freely.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,39 +27,38 @@ Ints = NDArray[np.int64]
 
 
 class ProblemArrays:
-    """Integer arrays of a problem and the worker of each unit.
+    """Integer arrays of a problem in which a worker is chosen for each unit.
 
-    All that times, orders or improves its ops reads them. Workers are numbered by row: their index
+    Searches and the computation of start times read them. Workers are numbered by row: their index
     among the live workers.
     """
 
     def __init__(self, problem: Problem, hosts: Mapping[Unit, Worker]) -> None:
         self.problem = problem
         self.hosts = hosts
-        """Assignment: the worker that runs each unit."""
+        """Worker that runs each unit."""
         self.units = list(problem.iterate_units())
         self.unit_numbers = to_ints(self.units)
         """Slice, pipeline and micro-batch of each unit: shape [units, 3]."""
         self.workers = problem.live_workers
-        """Live workers by row (their number in all arrays)."""
+        """Live workers by row, which is their index in all arrays."""
         self.group = to_ints([problem.group_number(worker) for worker in self.workers])
-        """Number of the worker's reduce group, by row."""
+        """Number of each worker's group, by the worker's row."""
         self.ticks_after_group = to_ints(
             [problem.ticks_after_group(worker) for worker in self.workers]
         )
-        """Ticks from a group's end to its worker's window's, by row
-        (`Problem.ticks_after_group`)."""
+        """`Problem.ticks_after_group` of each worker, by row."""
         self.reductions = build_reduction_arrays(problem)
         self.ops = self._build_ops()
         self.load = np.bincount(self.ops.worker, minlength=len(self.workers))
-        """Number of units that the worker runs, by row."""
+        """Number of units that each worker runs, by row."""
 
     def with_assignment(self, worker: Ints) -> "ProblemArrays":
-        """Return a copy of these arrays with other workers.
+        """Return a copy of these arrays in which other workers run the units.
 
-        The array `worker` has the row of the worker that runs each unit. Arrays that do not depend
-        on the assignment are shared.
+        The array `worker` has the row of the worker that runs each unit.
         """
+        # Only what depends on the worker is computed again; all other arrays are shared.
         other, ops = copy(self), self.ops
         other.hosts = {
             unit: self.workers[row] for unit, row in zip(self.units, worker.tolist(), strict=True)
@@ -75,14 +74,18 @@ class ProblemArrays:
 
     @cached_property
     def row_of(self) -> Mapping[Worker, int]:
-        """Row (number in all arrays) of each live worker."""
+        """Row of each live worker, which is its index in all arrays."""
         return {worker: row for row, worker in enumerate(self.workers)}
 
     @cached_property
     def home_rows(self) -> Ints:
         """Row of each unit's worker in its own pipeline; -1 if that worker is down."""
-        return to_ints([self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
-                        for unit in self.units])
+        return to_ints(
+            [
+                self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
+                for unit in self.units
+            ]
+        )
 
     def _build_ops(self) -> "Ops":
         from slipstream.planner.kernel import Ops  # numba takes a third of a second to load
@@ -113,8 +116,9 @@ class ProblemArrays:
         )
 
     def _op_durations(self, number: Ints, worker: Ints) -> Ints:
-        """Return the ticks of each op, by its number."""
+        """Return the ticks of each op, from each unit's slice, `number`, and worker, a row."""
         problem, rows = self.problem, len(self.workers)
+        # There are few pairs of a slice and a worker, and many units, so each pair is timed once.
         pairs, inverse = np.unique(number * rows + worker, return_inverse=True)
         costs = []
         for pair in pairs.tolist():
@@ -123,14 +127,20 @@ class ProblemArrays:
         return to_ints(costs)[inverse].ravel()
 
     def make_solution(self, order: Ints, start: Ints) -> "Solution":
-        """Return the solution with these start ticks by op; simultaneous ops keep `order`."""
+        """Return the solution with these start ticks, by op.
+
+        Ops with equal starts and ends keep their place in `order`.
+        """
         return Solution(
             self, order[np.lexsort(((start + self.ops.duration)[order], start[order]))], start
         )
 
     def iterate_op_keys(self) -> Iterator[OpKey]:
-        """Iterate over all ops' keys (kind, slice, pipeline, micro-batch), by number."""
-        return ((kind, *unit) for unit in self.units for kind in self.problem.op_kinds)
+        """Yield the keys of all ops, in the order of their numbers."""
+        kinds = self.problem.op_kinds
+        for slice_, pipeline, microbatch in self.units:
+            for kind in kinds:
+                yield OpKey(kind, slice_, pipeline, microbatch)
 
 
 class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -139,12 +149,12 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
     arrays: ProblemArrays
     """Arrays of the problem with the worker of each unit."""
     order: Ints
-    """Numbers of all ops, sorted by start. Ops of one instant run in this order."""
+    """Numbers of all ops, sorted by start; ops that start together run in this order."""
     start: Ints
     """Start tick of each op, by its number."""
 
     def with_starts(self, start: Ints) -> "Solution":
-        """Return the solution with the same order and other start ticks."""
+        """Return a copy of the solution with other start ticks."""
         return Solution(self.arrays, self.order, start)
 
     @property
@@ -159,7 +169,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def start_by_key(self) -> Mapping[OpKey, int]:
-        """Start tick by key (kind, slice, pipeline, micro-batch), in order of start."""
+        """Start tick of each op by its key; the keys are in order of start."""
         keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
@@ -167,16 +177,18 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 def build_reduction_arrays(problem: Problem) -> "Reductions":
     """Return the gradient reductions as arrays.
 
-    A reduction is of a range of layers that the same groups hold. They are empty unless
-    `Problem.times_each_reduction`: `Problem.ticks_after_group` then includes the reductions.
+    The arrays are empty unless `Problem.times_each_reduction`; if they are,
+    `Problem.ticks_after_group` includes the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
     shared = problem.groups.reductions if problem.times_each_reduction else ()
+    # The reductions of each group: its workers must be idle while one of them runs.
     of_group: list[list[int]] = [[] for _ in problem.groups.linked]
     for number, (_, groups) in enumerate(shared):
         for group in groups:
             of_group[group].append(number)
+    # The reductions that wait for a slice's W: those that share a layer with it.
     of_slice = []
     for first, end in problem.layers_by_slice:
         of_slice.append(
@@ -202,7 +214,7 @@ def to_ints(values: Sequence[Any]) -> Ints:
 
 
 def _route_places(problem: Problem) -> tuple[Ints, Ints]:
-    """Return the position of each unit's slice in its route, and the route's length."""
+    """Return each unit's place in its route, and how many slices the route has."""
     grid = problem.grid
     lengths = to_ints(
         [
@@ -211,6 +223,7 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
             for microbatch in range(count)
         ]
     )
+    # The number of the first unit of each unit's route.
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(len(first), dtype=np.int64) - first, np.repeat(lengths, lengths)
 
@@ -218,10 +231,14 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 def _build_arcs(
     problem: Problem, position: Ints, length: Ints, worker: Ints
 ) -> "tuple[Arcs, Arcs]":
-    """Return which op waits for which (`schedules.precedence.RULES`) as two sets of arcs."""
+    """Return the precedences as two sets of arcs: to predecessors, and to successors.
+
+    For each unit, `position` is its place in a route of `length` slices, and `worker` its row.
+    """
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
+    # Apply each rule to all units at once: a loop over the ops would take seconds for large jobs.
     for rule in RULES:
         if rule.kind in kinds and rule.awaited in kinds:
             where = (position + rule.step >= 0) & (position + rule.step < length)
@@ -233,6 +250,7 @@ def _build_arcs(
             transfers.append(
                 np.full(len(waiting), problem.times.transfer if rule.tensor else 0, dtype=np.int64)
             )
+    # A tensor takes time only between two workers.
     later, earlier, transfer = map(np.concatenate, (ops, awaited, transfers))
     hop = transfer * (worker[later // len(kinds)] != worker[earlier // len(kinds)])
     count = len(position) * len(kinds)
@@ -242,7 +260,10 @@ def _build_arcs(
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the transfer times for another assignment."""
+    """Return a copy of the arcs with the hops for other workers.
+
+    `worker` has the row of each unit's worker. A hop is 0 if one worker runs both ops.
+    """
     waiting = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(
         hop=arcs.transfer * (worker[ops.unit[waiting]] != worker[ops.unit[arcs.op]])
@@ -250,9 +271,13 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, op: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return precedences (which op waits for which) in the form of `Arcs`, sorted by op."""
+    """Return arcs from each `op` to its `other` as `Arcs` of `count` ops.
+
+    The four arrays have a number for each arc; `transfer` and `hop` are as in `Arcs`.
+    """
     from slipstream.planner.kernel import Arcs
 
+    # Stable, so that the arcs of one op keep the order of the rules.
     order = np.argsort(op, kind="stable")
     start = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(op, minlength=count), out=start[1:])

@@ -1,4 +1,4 @@
-"""Build a schedule from solved pieces on one clock, with all-reduces and optimizer steps."""
+"""Build a schedule from solved subproblems, with all-reduces and optimizer steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,29 +25,40 @@ from slipstream.planner.model.start_times import (
 from slipstream.schedules.schedule import OpKind, Program, ProgramOp, Schedule, Seat, Worker
 
 ForeignNames = tuple[tuple[MicroBatch, tuple[int | None, int]], ...]
+"""Names of a subproblem's micro-batches in the whole problem, where they differ.
+
+Each is a micro-batch of the subproblem, and a pair of the pipeline that reads it in the whole
+problem (None: the one that runs it) and its number there.
+"""
 
 
-def align_pieces(problem: Problem, solutions: Sequence[Solution],
-                 deadlines: Sequence[int] | None = None) -> list[Solution]:
-    """Return the solutions of all subproblems shifted onto one clock.
+def align_pieces(
+    problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None
+) -> list[Solution]:
+    """Return the solutions of all subproblems on one clock, beginning at tick 0.
 
-    On it, the first op of all starts at tick 0. With a staggered optimizer and several subproblems,
-    each op then starts as late as the common end of its worker's group allows, so that busy windows
-    are as short as the orders permit. Of three choices of the common ends, the one with the
-    shortest period is used: `deadlines`, if given; the ends of the longest subproblem; and the
-    latest ends of all subproblems when each begins at tick 0.
+    With a staggered optimizer and several subproblems, each op then starts as late as the common
+    end of its worker's group allows, which makes busy windows short. These ends are those with the
+    shortest period of three choices: `deadlines`, which are ends of groups or begins of reductions
+    (as `get_deadlines` returns; None: not a choice); the ends of the longest subproblem; and the
+    latest ends of all subproblems if each begins at tick 0.
     """
     at_0 = [solution.with_starts(solution.start - solution.start.min()) for solution in solutions]
     if len(solutions) == 1 or problem.optimizer == "synchronous":
         return at_0
+    # Choices of the tick by which each group ends. The longest subproblem should set them, as it
+    # then needs no more time than alone; groups that it lacks end as in the others.
     choices: list[Sequence[int]] = [deadlines] if deadlines else []
     periods = [solution_period(solution) for solution in solutions]
     least = max(periods)
     longest = solutions[periods.index(least)]
     of_longest = get_deadlines(longest)
     common = get_deadlines(*at_0)
-    choices += [latest_group_ends(longest.arrays, choice).tolist()
-                for choice in (np.where(of_longest > NEVER, of_longest, common), common)]
+    choices += [
+        latest_group_ends(longest.arrays, choice).tolist()
+        for choice in (np.where(of_longest > NEVER, of_longest, common), common)
+    ]
+    # Take the choice with the shortest period; none can be shorter than the longest subproblem's.
     best: tuple[int, list[Solution]] | None = None
     for choice in choices:
         late = [with_latest_starts(solution, choice) for solution in solutions]
@@ -66,7 +77,10 @@ def align_pieces(problem: Problem, solutions: Sequence[Solution],
 def compute_period(
     problem: Problem, solutions: Sequence[Solution], deadlines: Sequence[int] | None = None
 ) -> int:
-    """Return the ticks of what `build_schedule` would make; for `deadlines` see `align_pieces`."""
+    """Return the period, in ticks, of the schedule that `build_schedule` would make.
+
+    `deadlines` are as in `build_schedule`.
+    """
     aligned = align_pieces(problem, solutions, deadlines)
     return _aligned_period(aligned, compute_group_ends(*aligned))
 
@@ -84,27 +98,27 @@ def build_schedule(
     bound: Bound | None = None,
     deadlines: Sequence[int] | None = None,
 ) -> Schedule:
-    """Build the schedule of one solution, or of the solutions of all subproblems.
-
-    They are put on one clock.
+    """Build the schedule from one solution, or from those of all subproblems.
 
     Parameters
     ----------
     problem
         Problem that is solved.
     solved
-        The solution, or each subproblem with its solution.
+        The solution, or pairs of each subproblem and its solution.
     method
-        Search that the schedule names.
+        Name of the search, for the schedule.
     bound
-        Proven bound that it names; None: no bound is known.
+        Proven bound, for the schedule; None: no bound is known.
     deadlines
-        Ticks by which groups end their compute ops; see `align_pieces`.
+        Ticks at which groups end, or reductions begin, that `align_pieces` may choose; None: it
+        chooses among its own.
     """
     if isinstance(solved, Solution):
         solved = [(make_whole_piece(problem), solved)]
     aligned = align_pieces(problem, [solution for _, solution in solved], deadlines)
     last = compute_group_ends(*aligned)
+    # All groups end their iteration on the common clock, so closing ops are those of the whole job.
     closing = build_closing_programs(
         problem, last.tolist(), _begin_reductions(problem, aligned, last).tolist()
     )
@@ -112,6 +126,7 @@ def build_schedule(
     for (piece, _), placed in zip(solved, aligned, strict=True):
         programs |= _build_programs(piece, placed, closing)
     ticks = _aligned_period(aligned, last)
+    # Most workers of a large job run by a program that others run, too; it is stored once.
     seats, stored = _share_programs(problem, programs)
     bound = bound or Bound(0, problem.bound_scope)
     return Schedule(
@@ -135,7 +150,7 @@ def build_schedule(
 
 
 def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints) -> Ints:
-    """Return the start tick of each reduction if groups end compute at `last`."""
+    """Return the start tick of each reduction, if groups end their compute ops at `last`."""
     if problem.can_reduce_early:
         return compute_reduction_begins(aligned)
     if problem.reduces_in_bubbles:
@@ -144,7 +159,10 @@ def _begin_reductions(problem: Problem, aligned: Sequence[Solution], last: Ints)
 
 
 def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) -> Schedule:
-    """Return a copy of the schedule with a bound from ticks of `tick_seconds`, rounded down."""
+    """Return a copy of the schedule with `bound` in its own ticks, rounded down.
+
+    The ticks of `bound` are `tick_seconds` long.
+    """
     return schedule.with_bound(
         math.floor(bound.ticks * limited_ratio(tick_seconds, schedule.tick_seconds)), bound.scope
     )
@@ -153,9 +171,13 @@ def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) 
 def _build_programs(
     piece: Piece, solution: Solution, closing: Sequence[Program]
 ) -> dict[Worker, Program]:
-    """Return the programs of the roles in all copies of a subproblem."""
+    """Return the programs of the workers in all copies of a subproblem.
+
+    `solution` is that of `piece`, and `closing` has the closing ops of each group.
+    """
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
+    # The compute ops of each worker in the subproblem, and whose micro-batches they are.
     bodies: list[list[ProgramOp]] = [[] for _ in arrays.workers]
     owners: list[list[MicroBatch]] = [[] for _ in arrays.workers]
     for op, begin in zip(
@@ -165,8 +187,11 @@ def _build_programs(
         unit, row = arrays.units[number], row_of[number]
         bodies[row].append(ProgramOp(kinds[kind], unit.slice, unit.microbatch, begin))
         owners[row].append(MicroBatch(unit.pipeline, unit.microbatch))
-    closed = [_insert_closing_ops(piece.problem, worker, body, closing)
-              for worker, body in zip(arrays.workers, bodies, strict=True)]
+    closed = [
+        _insert_closing_ops(piece.problem, worker, body, closing)
+        for worker, body in zip(arrays.workers, bodies, strict=True)
+    ]
+    # Programs of two copies differ only where they run other pipelines' micro-batches.
     batches_run: list[set[MicroBatch]] = [set() for _ in range(piece.problem.grid.pipelines)]
     for worker, batches in zip(arrays.workers, owners, strict=True):
         batches_run[worker.pipeline].update(batches)
@@ -188,7 +213,10 @@ def _build_programs(
 def _find_foreign_names(
     piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]
 ) -> ForeignNames:
-    """Return the micro-batches of `ran` whose name changes, with their new names."""
+    """Return the `ForeignNames` of the micro-batches that one pipeline runs in a copy.
+
+    `copy` is one of the subproblem's `copies`; `pipeline` and `ran` are numbered as in `piece`.
+    """
     names = []
     for batch in sorted(ran):
         original = piece.original_microbatch(copy, *batch)
@@ -201,12 +229,18 @@ def _find_foreign_names(
     return tuple(names)
 
 
-def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[ProgramOp],
-                        closing: Sequence[Program]) -> tuple[Program, Sequence[int]]:
-    """Return a worker's program, and the indices of its compute ops in it."""
+def _insert_closing_ops(
+    problem: Problem, worker: Worker, body: Sequence[ProgramOp], closing: Sequence[Program]
+) -> tuple[Program, Sequence[int]]:
+    """Return a worker's program, and the indices of its compute ops in it.
+
+    The program has the compute ops `body`, and the closing ops that `closing` has for the worker's
+    group, by its number.
+    """
     last = closing[problem.group_number(worker)]
     if not (problem.can_reduce_early or problem.reduces_in_bubbles):
         return (*body, *last), range(len(body))
+    # A reduction that begins before an op ends goes before that op.
     program: list[ProgramOp] = []
     places: list[int] = []
     pending = list(last)
@@ -220,9 +254,17 @@ def _insert_closing_ops(problem: Problem, worker: Worker, body: Sequence[Program
     return (*program, *pending), places
 
 
-def _rename_microbatches(program: Program, places: Sequence[int], owners: Sequence[MicroBatch],
-                         names: Mapping[MicroBatch, tuple[int | None, int]]) -> Program:
-    """Return a worker's program with micro-batches named as in the whole problem."""
+def _rename_microbatches(
+    program: Program,
+    places: Sequence[int],
+    owners: Sequence[MicroBatch],
+    names: Mapping[MicroBatch, tuple[int | None, int]],
+) -> Program:
+    """Return a program whose ops at `places`, of micro-batches `owners`, are renamed by `names`.
+
+    A name has the pipeline (None: that of the role that runs the op) and the number; micro-batches
+    without one keep theirs.
+    """
     if not names:
         return program
     ops = list(program)
@@ -243,6 +285,7 @@ def _share_programs(
     number_of: dict[int, int] = {}
     seats, usual = [], problem.grid.held_layers_by_column
     for worker, program in sorted(programs.items()):
+        # Copies share their programs as objects, whose content need not be compared then.
         if id(program) not in number_of:
             number_of[id(program)] = index.setdefault(program, len(index))
         ranges = problem.workers[worker].holds
@@ -257,20 +300,18 @@ def _share_programs(
 def build_closing_programs(
     problem: Problem, ends: Sequence[int], begins: Sequence[int]
 ) -> list[Program]:
-    """Return the closing ops of each group.
+    """Return the closing ops of each group: reductions by start, then the optimizer step.
 
-    They are reductions by start, then the optimizer step.
-
-    The order of shared reductions is the same on all workers that share them. Among reductions that
-    start together, those that take no time come first. `ends` has the end of the last compute op of
-    each group, `begins` the start of each reduction if groups share some or they lie in bubbles.
-    Otherwise the reductions follow the last compute op of their group one after the other. With a
-    synchronous optimizer, the step waits for the last compute op of the whole job.
+    Groups that share reductions run them in the same order. `ends` has the end of each group's last
+    compute op. `begins` has the start of each reduction if groups share some or if they may lie in
+    bubbles; otherwise it is ignored, and reductions follow the last compute op one after the other.
+    With a synchronous optimizer, the step waits for the last compute op of the whole job.
     """
     ready = list(ends) if problem.reduces_in_bubbles else [max(begins, default=0)] * len(ends)
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
     if not (problem.groups.has_shared_reductions or problem.reduces_in_bubbles):
         begins, ready = _place_reductions(problem, ends, ticks)
+    # By start, and if they start together those that take no time first.
     bodies: list[list[ProgramOp]] = [[] for _ in ends]
     for begin, taken, (layers, groups) in sorted(
         zip(begins, ticks, problem.groups.reductions, strict=True)
@@ -289,7 +330,7 @@ def build_closing_programs(
 def _place_reductions(
     problem: Problem, ends: Sequence[int], ticks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return each reduction's start tick, and each group's end, from compute `ends`."""
+    """Return reductions' starts and groups' ends if compute ends at `ends` and A take `ticks`."""
     clock, begins = list(ends), []
     for taken, (_, (group,)) in zip(ticks, problem.groups.reductions, strict=True):
         begins.append(clock[group])

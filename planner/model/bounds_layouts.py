@@ -1,4 +1,4 @@
-"""Bounds for layouts, by the work of all layers: lemmas 7 to 11 of docs/bounds.md."""
+"""Bound the period for layouts, by layers' work: lemmas 7 to 11 of docs/bounds.md."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,10 @@ from slipstream.schedules.schedule import Worker
 
 
 def work_bound(problem: Problem) -> int:
-    """Return a bound, in ticks, by total work, for any distribution of layers. Lemma 7."""
+    """Return a bound on the period, in ticks, by total work.
+
+    The bound holds whichever layers workers hold (lemma 7 of docs/bounds.md).
+    """
     work = sum(problem.costs.work) * problem.grid.total_microbatches
     return min(problem.costs.closing) + math.ceil(
         ticks_of_work(work, map(problem.slowness, problem.live_workers))
@@ -33,10 +36,10 @@ def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
 
 
 def period_bound(problem: Problem) -> Bound:
-    """Return the best bound on the period for the layouts that the problem allows.
+    """Return the best bound by work that holds for all layouts of a problem.
 
-    It is by the work of all layers. It is `any_layers_bound` if layers may move, else
-    `fixed_bound`, and at least `work_bound`.
+    The bound is the larger of `work_bound` and, if layers may move, `any_layers_bound`, else
+    `fixed_bound`, which raises LookupError if some layer has no live holder.
     """
     moving = problem.question.layers == "move"
     return Bound(
@@ -48,6 +51,7 @@ def period_bound(problem: Problem) -> Bound:
 
 def any_layers_bound(problem: Problem) -> int:
     """Return a bound on the period, in ticks, whichever layers workers hold. Lemma 8."""
+    # A worker does whole layers of whole micro-batches, so its work is a multiple of `unit`.
     unit, total = math.gcd(*problem.costs.work), problem.grid.total_microbatches
     if not unit:
         return 0
@@ -69,14 +73,20 @@ def any_layers_bound(problem: Problem) -> int:
 
 
 def fixed_bound(problem: Problem) -> int:
-    """Return a bound, in ticks, for the present layers. Lemma 9, and lemma 11 without cuts."""
+    """Return a bound on the period, in ticks, if no layers move.
+
+    Lemma 9 of docs/bounds.md; if no micro-batch may be cut within a stage, `whole_bound` counts,
+    too. Raises LookupError if some layer has no live holder.
+    """
     parts = list(iterate_held_ranges(problem))
     examples = {problem.workers[worker]: worker for worker in problem.live_workers}
+    # Equal workers idle for the same time, which is computed once.
     idle_of_kind = {
         kind: problem.held_closing_ticks(worker) + min_fill_ticks(problem, worker)
         for kind, worker in examples.items()
     }
     idle = {worker: idle_of_kind[problem.workers[worker]] for worker in problem.live_workers}
+    # Every run of consecutive ranges: its holders do all of its work.
     best = 0
     for first in range(len(parts)):
         holders: set[Worker] = set()
@@ -92,10 +102,15 @@ def fixed_bound(problem: Problem) -> int:
 
 
 def whole_bound(problem: Problem) -> int:
-    """Return a bound, in ticks, if micro-batches are cut only where holders differ. Lemma 11."""
+    """Return a bound on the period if holders of the same layers cut no micro-batch.
+
+    A micro-batch is then cut only between layers that different workers hold. The bound is in
+    ticks; lemma 11 of docs/bounds.md. Raises LookupError if some layer has no live holder.
+    """
     best = 0
     for part in iterate_held_ranges(problem):
         work = sum(problem.costs.work[layer] for layer in range(*part.layers))
+        # Holders that close together and are as fast run as many whole micro-batches.
         kinds = Counter(
             (problem.held_closing_ticks(worker), problem.slowness(worker))
             for worker in part.holders
@@ -118,11 +133,16 @@ def whole_bound(problem: Problem) -> int:
 
 
 def min_fill_ticks(problem: Problem, worker: Worker) -> int:
-    """Return a worker's least idle ticks until a first I begins. Lemma 10; 0 if unmet."""
+    """Return a worker's least idle ticks before its first I.
+
+    0 if the worker holds no layer or the model's last one, or if the assumptions of lemma 10 of
+    docs/bounds.md are not met.
+    """
     layers = problem.list_held_layers(worker)
     if not layers or layers[-1] + 1 == problem.grid.layer_count:
         return 0
     end, slow, sums = layers[-1] + 1, problem.slowness(worker), problem.costs.prefix_sums
+    # The way of a micro-batch to the last layer and back, on the fastest workers.
     behind = (
         sums.forward[-1] - sums.forward[end] + sums.backward_input[-1] - sums.backward_input[end]
     )
@@ -134,7 +154,8 @@ def min_fill_ticks(problem: Problem, worker: Worker) -> int:
     trip += 2 * problem.times.transfer
     if not fills_memory_with_forwards(problem, worker):
         return 0
-    room = problem.workers[worker].room - sum(problem.costs.weights[layer] for layer in layers)
+    # Meanwhile the worker runs F only as long as memory lasts.
+    room = problem.workers[worker].memory - sum(problem.costs.weights[layer] for layer in layers)
     rate = max(
         Fraction(problem.costs.forward[layer] * slow, 1000 * problem.costs.activation[layer])
         for layer in layers
@@ -144,9 +165,10 @@ def min_fill_ticks(problem: Problem, worker: Worker) -> int:
     return max(0, trip - int(room * rate) - rounding - 1)
 
 
-def _min_shared_period(problem: Problem, workers: Iterable[Worker], work: int,
-                       unavailable: Mapping[Worker, int]) -> int:
-    """Return the least T, in ticks, in which these workers do `work`."""
+def _min_shared_period(
+    problem: Problem, workers: Iterable[Worker], work: int, unavailable: Mapping[Worker, int]
+) -> int:
+    """Return the least ticks in which workers do `work`, outside their `unavailable` ticks."""
     kinds = Counter((problem.slowness(worker), unavailable[worker]) for worker in workers)
 
     def is_enough(limit: int) -> bool:

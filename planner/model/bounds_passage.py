@@ -1,4 +1,4 @@
-"""Bounds from how whole micro-batches pass all stages: lemmas 5 and 6 of docs/bounds.md."""
+"""Bound the period by how micro-batches pass all stages: lemmas 5 and 6 of docs/bounds.md."""
 
 import math
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from slipstream.planner.model.assumptions import (
     is_synchronous,
 )
 from slipstream.planner.model.bounds_stage import StageShares, make_shares, round_trip_bound
-from slipstream.planner.model.memory import activation_memory, activation_room
+from slipstream.planner.model.memory import activation_capacity, activation_memory
 from slipstream.planner.model.problem import Problem
 
 # --- One after the other --------------------------------------------------------------------------
@@ -23,10 +23,10 @@ MAX_PASSAGE_STEPS = 20_000
 
 
 def passage_bounds(problem: Problem) -> list[int]:
-    """Return, for each stage, a bound in ticks from the passage of its micro-batches.
+    """Return each stage's bound, in ticks, from how micro-batches pass it and later stages.
 
-    They pass this and later stages. Lemma 5; empty where its assumptions are not met, or if the
-    problem is larger than `MAX_PASSAGE_STEPS`.
+    The list is empty if the assumptions of lemma 5 of docs/bounds.md are not met, or if the problem
+    is larger than `MAX_PASSAGE_STEPS`.
     """
     stages, count = len(problem.grid.stages), problem.grid.total_microbatches
     if (
@@ -38,7 +38,7 @@ def passage_bounds(problem: Problem) -> list[int]:
 
 
 def _passage_bound(problem: Problem, first: int, count: int) -> int:
-    """Return the bound of lemma 5, in ticks, for the workers of stage `first`."""
+    """Return the bound of lemma 5, in ticks, for stage `first` and `count` micro-batches."""
     stages = range(first, len(problem.grid.stages))
     forward_kind, gradient_kind = problem.op_kinds[:2]
     forward = {stage: problem.fastest_ticks(forward_kind, stage) for stage in stages}
@@ -49,6 +49,8 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
     returned: dict[int, list[int]] = {stage: [] for stage in stages}  # e(s, k) - I
     # last line of the bound on e(s, k)
     served: dict[int, list[int]] = {stage: [] for stage in stages}
+    # Micro-batch after micro-batch: forwards through all stages, then back. Each line is one of the
+    # lemma's lower limits on f(s, k) and e(s, k).
     for number in range(count):
         earliest = 0
         for stage in stages:
@@ -73,6 +75,7 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
     after = gradient[first] + sum(
         problem.fastest_ticks(kind, first) for kind in problem.op_kinds[2:]
     )
+    # Those that have yet to come back, or to begin, are shared by the first stage's workers.
     ends = (
         max(
             returned[first][number] + after * (rounds := -(-(count - number) // workers[first])),
@@ -84,14 +87,15 @@ def _passage_bound(problem: Problem, first: int, count: int) -> int:
 
 
 def _max_waiting(problem: Problem, stage: int, count: int) -> int:
-    """Return how many micro-batches a stage's workers together can hold between F and I."""
+    """Return how many of `count` micro-batches a stage's workers can hold between F and I."""
     if not is_memory_limited(problem, stage):
         return count
     amount = activation_memory(problem, stage)
     return max(
         1,
         sum(
-            activation_room(problem, worker) // amount for worker in problem.holders_by_slice[stage]
+            activation_capacity(problem, worker) // amount
+            for worker in problem.holders_by_slice[stage]
         ),
     )
 
@@ -100,35 +104,39 @@ def _max_waiting(problem: Problem, stage: int, count: int) -> int:
 
 
 class StageFill(NamedTuple):
-    """Times and memory of a stage that decide its idle time before I (`compute_whole_fill`)."""
+    """Times and memory that decide how long a stage idles before its first I."""
 
     forward: int
     """Ticks of an F."""
     max_forwards: int
-    """Number of micro-batches whose F fit before the first I, by memory and their number."""
+    """Most micro-batches whose F can run before the first I, by memory and number."""
     return_ticks: int
-    """Ticks of the next stage's I, with the transfers there and back. 0 at the last stage."""
+    """Ticks of the next stage's I, with both transfers; 0 at the last stage."""
 
 
 class WholeFill(NamedTuple):
-    """Bound for whole forwards only, with the idle ticks it allows (`compute_whole_fill`)."""
+    """Bound by the idle time that uncut F leave before each stage's first I."""
 
     period: int
     """Lower bound on the period, in ticks."""
     idle: tuple[int, ...]
-    """Ticks, by stage, that a worker may idle at first if this bound is met."""
+    """Ticks, by stage, for which a worker may idle before its first I.
+
+    More idle ticks would raise the period above the bound.
+    """
 
 
 def compute_whole_fill(problem: Problem) -> WholeFill | None:
-    """Compute a bound from how all stages fill together before their first I.
+    """Return a bound on the period by stages' idle ticks before their first I.
 
-    It has the idle time that the bound allows each stage. Lemma 6; None where its assumptions are
+    Before it, they run F that are not cut. None if the assumptions of lemma 6 of docs/bounds.md are
     not met.
     """
     if not (has_equal_pipelines(problem) and has_single_stages(problem)):
         return None
     grid = problem.grid
     count, stages = max(grid.microbatches), range(len(grid.stages))
+    # All pipelines are equal, so that the first one stands for all.
     shares = [make_shares(problem, stage, problem.home_worker(stage, 0), 1) for stage in stages]
     without_fill = [_period_without_fill(problem, stage, shares[stage], count) for stage in stages]
     back = [
@@ -139,15 +147,22 @@ def compute_whole_fill(problem: Problem) -> WholeFill | None:
     fills = []
     for share, after in zip(shares, [*back, 0], strict=True):
         fills.append(StageFill(share.forward, min(count, share.max_waiting), after))
+    # The least period that leaves every stage the idle time that it needs.
     least = max(without_fill)
     enough = sum(2 * fill.forward + fill.return_ticks for fill in fills)
-    period = least + bisect_left(range(enough), True, key=lambda more: _can_fill(
-        fills, [least + more - ticks for ticks in without_fill]))
+    period = least + bisect_left(
+        range(enough),
+        True,
+        key=lambda more: _can_fill(fills, [least + more - ticks for ticks in without_fill]),
+    )
     return WholeFill(period, tuple(period - ticks for ticks in without_fill))
 
 
 def _period_without_fill(problem: Problem, stage: int, shares: StageShares, count: int) -> int:
-    """Return the least period of a worker with `count` shares, less its idle ticks."""
+    """Return a bound on a worker's period without its idle ticks before its first I.
+
+    The worker runs `count` micro-batches; the bound is in ticks.
+    """
     window = shares.min_window(count) + problem.column_closing_ticks(problem.column_of[stage])
     if is_synchronous(problem):
         window += problem.min_path_ticks[0][stage]
@@ -157,11 +172,13 @@ def _period_without_fill(problem: Problem, stage: int, shares: StageShares, coun
 
 
 def _can_fill(fills: Sequence[StageFill], idle: Sequence[int]) -> bool:
-    """Return whether every stage idles no longer than `idle` allows."""
+    """Return whether each stage can reach its first I within the ticks `idle` [stage]."""
+    # From the last stage to the first: each waits for the next one's first I, and runs whole F.
     wait = 0
     for (forward, count, back), allowed in zip(reversed(fills), reversed(idle), strict=True):
         wait += forward + back
         done = min(count, wait // forward) if forward else count
+        # Too much idle time: one F more delays the first I, if memory and number allow it.
         if wait - done * forward > allowed:
             if not forward or done == count:
                 return False

@@ -1,4 +1,4 @@
-"""Bounds that hold wherever virtual stages are placed: lemma 12 of docs/bounds.md."""
+"""Bound the period wherever virtual stages are placed: lemma 12 of docs/bounds.md."""
 
 import operator
 from collections.abc import Sequence
@@ -12,11 +12,14 @@ from slipstream.schedules.schedule import Scope
 def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
     """Return a bound on the period for all placements of virtual stages.
 
-    There are no failures; it is by work and by memory. With `input_free`, the first stage has no I,
-    whichever layers it has; all of its backward is W.
+    The bound is the larger of one by work and one by memory, for a problem without failures. With
+    `input_free`, the first stage has no I, whichever layers it has; all of its backward is W.
     """
-    from_work = Bound(max(work_bound(problem), any_layers_bound(problem)), Scope.PLACEMENT,
-                      "the work of all layers, shared by a pipeline's workers")
+    from_work = Bound(
+        max(work_bound(problem), any_layers_bound(problem)),
+        Scope.PLACEMENT,
+        "the work of all layers, shared by a pipeline's workers",
+    )
     from_memory = Bound(
         memory_bound(problem, input_free=input_free),
         Scope.PLACEMENT,
@@ -26,15 +29,16 @@ def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
 
 
 def memory_bound(problem: Problem, *, input_free: bool) -> int:
-    """Return the least period, in ticks, that memory allows, wherever the virtual stages are
-    placed.
+    """Return the least period, in ticks, that memory allows for any placement.
 
-    Lemma 12. With `input_free`, it is the least over all numbers of layers of the first stage.
+    With `input_free`, the first stage has no I: the result is the least over all numbers of layers
+    that it may have. Lemma 12 of docs/bounds.md.
     """
     costs, grid = problem.costs, problem.grid
     if problem.memory is None or not any(costs.activation):
         return 0
-    room = sum(worker.room for worker in problem.workers.values()) - grid.pipelines * sum(
+    # Each pipeline holds the weights of every layer at least once.
+    room = sum(worker.memory for worker in problem.workers.values()) - grid.pipelines * sum(
         costs.weights
     )
     if room <= 0:
@@ -45,6 +49,7 @@ def memory_bound(problem: Problem, *, input_free: bool) -> int:
         back = tuple(map(operator.add, costs.backward_input, costs.backward_weight))
     else:
         stashed = sum(map(operator.mul, costs.weight_stash, costs.backward_weight))
+    # An activation is held until F and I of all later layers have run.
     behind = _suffix_sums(costs.forward)
     total, slow = grid.total_microbatches, min(1000, problem.min_slowness)
     least = None
@@ -62,5 +67,5 @@ def memory_bound(problem: Problem, *, input_free: bool) -> int:
 
 
 def _suffix_sums(values: Sequence[int]) -> list[int]:
-    """Return, for each layer, the sum of its value and those behind it."""
+    """Return, for each layer, the sum of its value and those of later layers."""
     return list(accumulate(reversed(values)))[::-1]

@@ -1,11 +1,8 @@
-"""Bound the period for any assignment of roles to the live workers.
+"""Bound the period for any assignment of roles to the live workers (lemma 13).
 
-Lemma 13 of docs/bounds.md.
-
-A worker keeps its speed and its own memory in any role. So slow workers, and those with a capacity
-of their own, may play any role, too; the others are alike. For each column, number of workers there
-and number of unlike ones among them, a bound is proven with the best of these, and with the best
-workers in all other columns.
+A worker keeps its speed, and a memory of its own, in any role; all other workers are alike. A bound
+is proven for each column, each number of workers there, and each number of unlike ones among them:
+with the best unlike workers, and with the best workers in all other columns.
 """
 
 import math
@@ -21,83 +18,110 @@ from slipstream.schedules.memory import weights_of
 from slipstream.schedules.schedule import Scope, Worker
 
 MAX_WINDOWS = 2000
-"""Maximum number of bounds of a column; beyond, unlike workers count as the best."""
+"""Largest number of combinations of column, vacant roles and unlike workers to bound.
 
-RoomOf = Callable[[Worker, int], int]
+If there are more, unlike workers count as usual ones, all with the best speed and memory of all.
+"""
+
+MemoryOf = Callable[[Worker, int], int]
 """Function of a worker and a column: its memory units there, for weights and activations."""
 
 
 Distribution = tuple[tuple[int, int], ...]
-"""Numbers of vacant roles and of unlike workers in other roles, by column."""
+"""For each column, the numbers of its vacant roles and of unlike workers in it."""
 
 
 class _Unlike(NamedTuple):
-    """Live worker with a speed or a memory of its own."""
+    """Live worker whose speed or memory differs from the usual."""
 
     worker: Worker
     per_mille: int
-    own_room: bool
-    """True if its memory is not that of its column."""
+    own_memory: bool
+    """True if the worker has a memory of its own rather than its column's."""
 
 
-def roles_bound(whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None) -> Bound:
-    """Return a bound on the period for any roles.
+def roles_bound(
+    whole: Problem, failed: Collection[Worker], memory_of: MemoryOf | None = None
+) -> Bound:
+    """Return a bound on the period, whichever roles the live workers play.
 
-    Any roles may be vacant, and any live workers may play the others. In `whole`, all workers are
-    alive; `failed` ones are left out. The function `room_of` has the memory of a worker in a
-    column; None: as `Memory.capacity_for` says.
+    In `whole`, all workers are alive; those in `failed` are left out, and any roles may be vacant.
+    The function `memory_of` returns the memory units that a worker has in a column, for weights and
+    activations; None: they follow from the memory in `whole`.
     """
-    return RoleBounds(whole, failed, room_of).best_bound()
+    return RoleBounds(whole, failed, memory_of).best_bound()
 
 
-def _make_room_of(whole: Problem) -> RoomOf:
+def _make_memory_of(whole: Problem) -> MemoryOf:
     memory, layers = whole.memory, whole.grid.held_layers_by_column
+    limits = (memory.capacity_of if memory else None) or ()
+    limited = {limit.worker for limit in limits}
 
-    def room_of(worker: Worker, column: int) -> int:
+    def memory_of(worker: Worker, column: int) -> int:
         if memory is None:
             return UNLIMITED
-        return memory.capacity_for(worker, column) + weights_of(memory, layers[column])
+        largest = memory.capacity_for(worker, column) + weights_of(memory, layers[column])
+        # In a file with weights, lighter layers leave a worker more than its capacity.
+        if memory.weights:
+            homes = (worker.column,) if worker in limited else range(len(layers))
+            for home in homes:
+                total = memory.capacity_for(worker, home) + weights_of(memory, layers[home])
+                largest = max(largest, total)
+        return largest
 
-    return room_of
+    return memory_of
 
 
 class RoleBounds:
-    """Bounds by column, number of live workers in it, and of unlike ones."""
+    """Bounds on the period for every distribution of the live workers over columns.
+
+    The bounds are proven column by column, for each number of vacant roles and of unlike workers
+    there.
+    """
 
     def __init__(
-        self, whole: Problem, failed: Collection[Worker], room_of: RoomOf | None = None
+        self, whole: Problem, failed: Collection[Worker], memory_of: MemoryOf | None = None
     ) -> None:
-        """Take the arguments of `roles_bound`."""
-        self._whole, self._room_of = whole, room_of or _make_room_of(whole)
+        """Take the problem with all workers alive, and the failed workers.
+
+        The function `memory_of` returns the memory units that a worker has in a column; None: they
+        follow from the memory in `whole`.
+        """
+        self._whole, self._memory_of = whole, memory_of or _make_memory_of(whole)
         self._live = [worker for worker in whole.live_workers if worker not in failed]
         limits = (whole.memory.capacity_of if whole.memory else None) or ()
-        with_room = {limit.worker for limit in limits}
+        with_own_memory = {limit.worker for limit in limits}
         unlike = [
-            _Unlike(worker, whole.slowness(worker), worker in with_room)
+            _Unlike(worker, whole.slowness(worker), worker in with_own_memory)
             for worker in self._live
-            if whole.slowness(worker) != 1000 or worker in with_room
+            if whole.slowness(worker) != 1000 or worker in with_own_memory
         ]
         columns, vacant = whole.grid.columns, len(whole.workers) - len(self._live)
         if columns * (vacant + 1) * (len(unlike) + 1) > MAX_WINDOWS:
             # Unlike workers count as usual ones, which are given the best speed and memory of all.
             self._unlike, self._usual = [], _best_speed(unlike)
-            self._with_own_room = [other.worker for other in unlike if other.own_room]
+            self._with_own_memory = [other.worker for other in unlike if other.own_memory]
         else:
-            self._unlike, self._usual, self._with_own_room = unlike, 1000, []
+            self._unlike, self._usual, self._with_own_memory = unlike, 1000, []
         self._window: dict[tuple[int, int, int], int] = {}
 
     def best_bound(self) -> Bound:
-        """Return the least bound that any distribution of the live workers over columns allows."""
+        """Return the bound that holds for every distribution of live workers over columns.
+
+        This is the least of the bounds of all distributions, or that by total work if it is larger.
+        """
         longest = self._distribute() if self._unlike else self._distribute_alike()
-        return Bound(max(self._total_work_ticks(), longest), Scope.ROLES,
-                     "the work and the waits of each column, whichever workers play its roles")
+        return Bound(
+            max(self._total_work_ticks(), longest),
+            Scope.ROLES,
+            "the work and the waits of each column, whichever workers play its roles",
+        )
 
     def best_distributions(self, kept: int) -> list[Distribution]:
-        """Return the best few distributions of vacant roles and unlike workers over columns, best
-        first.
+        """Return the best `kept` distributions of vacant roles and unlike workers over columns.
 
-        They are ranked by the bound of the longest column, then by the sum of all. Empty if live
-        workers are alike, or if too many are unlike.
+        The bound of the longest column ranks them, then the sum of all columns' bounds. The list is
+        empty if live workers are alike, or if there are more combinations than `MAX_WINDOWS`.
         """
         if not self._unlike:
             return []
@@ -117,11 +141,12 @@ class RoleBounds:
         return closing + math.floor(ticks_of_work(work, map(problem.slowness, self._live)))
 
     def _distribute_alike(self) -> int:
-        """Return the least of the largest bounds of a column, over all distributions.
+        """Return the least bound, in ticks, of the longest column, if live workers are alike.
 
-        Workers are alike. Bounds grow with the number of vacant roles. So each in turn goes to the
-        column where the bound is then least.
+        The least is over all distributions of vacant roles to columns; 0 if there is none.
         """
+        # A column's bound grows with its vacant roles. So it is exact to give each vacant role in
+        # turn to the column whose bound is then least.
         down = [0] * self._whole.grid.columns
         longest = self._column_ticks(0, 0, 0)
         for _ in range(self._vacant):
@@ -134,21 +159,24 @@ class RoleBounds:
         return longest
 
     def _distribute(self) -> int:
-        """Return the least value, over all distributions, of the largest bound of a column."""
+        """Return the least, over all distributions, of the longest column's bound."""
         return next((longest for longest, _, _ in self._rank_distributions(1)), 0)
 
     def _rank_distributions(self, kept: int) -> list[tuple[int, int, Distribution]]:
-        """Return the best few distributions, each with its bounds.
+        """Return the best `kept` distributions, best first, with the bounds that rank them.
 
-        They are the largest bound of a column and the sum of all. Dynamic programming over columns:
-        best[v, u] are the least few if v roles of the columns so far are vacant, and unlike workers
-        play u of the others. The first is exact.
+        An entry is (largest bound of a column, sum of all columns' bounds, distribution); bounds
+        are in ticks.
         """
+        # Dynamic programming over columns: best[v, u] are the best few distributions in which v
+        # roles of the columns so far are vacant, and unlike workers play u of the others (ReCycle,
+        # SOSP 2024).
         grid, usual = self._whole.grid, len(self._live) - len(self._unlike)
         best: dict[tuple[int, int], list[tuple[int, int, Distribution]]] = {(0, 0): [(0, 0, ())]}
         for column in range(grid.columns):
             after: dict[tuple[int, int], list[tuple[int, int, Distribution]]] = {}
             for (vacant, unlike), ranked in best.items():
+                # The columns so far must not take more usual workers than there are.
                 usual_left = usual - (column * grid.pipelines - vacant - unlike)
                 for down in range(min(self._most_vacant, self._vacant - vacant) + 1):
                     count = grid.pipelines - down
@@ -158,7 +186,8 @@ class RoleBounds:
                         ticks = self._column_ticks(column, down, some)
                         after.setdefault((vacant + down, unlike + some), []).extend(
                             (max(longest, ticks), total + ticks, (*before, (down, some)))
-                            for longest, total, before in ranked)
+                            for longest, total, before in ranked
+                        )
             best = {key: sorted(ranked)[:kept] for key, ranked in after.items()}
         return best.get((self._vacant, len(self._unlike)), [])
 
@@ -169,13 +198,14 @@ class RoleBounds:
 
     @property
     def _most_vacant(self) -> int:
-        """Largest number of vacant roles of a column."""
+        """Largest number of roles of a column that can be vacant."""
         return self._whole.grid.pipelines - int(self._whole.grid.chains == 1)
 
     def _column_ticks(self, column: int, down: int, unlike: int) -> int:
-        """Return a bound on the period for a column with vacant roles."""
+        """Return a column's bound for `down` vacant roles and `unlike` unlike workers, in ticks."""
         # alike, the same problem
         key = (column, down, unlike) if self._unlike or down else (0, 0, 0)
+        # More vacant roles never shorten a plan, even where lemmas with other assumptions apply.
         if key not in self._window:
             fewer = self._column_ticks(column, down - 1, unlike) if down and not self._unlike else 0
             count = self._whole.grid.pipelines - down
@@ -183,49 +213,62 @@ class RoleBounds:
         return self._window[key]
 
     def _with_workers(self, column: int, count: int, unlike: int) -> Problem:
-        """Return the problem in which a column has these workers, the best ones."""
+        """Return the problem with `count` workers in a column, `unlike` of them unlike."""
+        # More and better workers only make a bound lower, so it holds for any real ones.
         problem, workers = self._whole, dict[Worker, LiveWorker]()
         for other in range(problem.grid.columns):
             if other != column:
                 speed = min(self._usual, _best_speed(self._unlike))
-                best = LiveWorker(per_mille=speed, room=self._best_room(other, self._unlike),
-                                  holds=problem.grid.held_layers_by_column[other])
+                best = LiveWorker(
+                    per_mille=speed,
+                    memory=self._best_memory(other, self._unlike),
+                    holds=problem.grid.held_layers_by_column[other],
+                )
                 workers |= {
                     Worker(pipeline, other): best for pipeline in range(problem.grid.pipelines)
                 }
-        usual = LiveWorker(per_mille=self._usual, room=self._best_room(column, ()),
-                           holds=problem.grid.held_layers_by_column[column])
+        usual = LiveWorker(
+            per_mille=self._usual,
+            memory=self._best_memory(column, ()),
+            holds=problem.grid.held_layers_by_column[column],
+        )
         properties = [usual] * (count - unlike) + [
-            msgspec.structs.replace(usual, per_mille=speed, room=room)
-            for speed, room in zip(*self._best_unlike(column, unlike), strict=True)]
+            msgspec.structs.replace(usual, per_mille=speed, memory=memory)
+            for speed, memory in zip(*self._best_unlike(column, unlike), strict=True)
+        ]
         for pipeline, state in enumerate(properties):
             workers[Worker(pipeline, column)] = state
         return msgspec.structs.replace(problem, workers=dict(sorted(workers.items())))
 
     def _best_unlike(self, column: int, count: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return speeds and rooms of which any `count` unlike workers have no better.
+        """Return compute times and memories in a column that no `count` unlike workers can beat.
 
-        They are pairs, in order. If they differ in both, each has the largest room.
+        Both have `count` values, the best first: times per mille of the usual, and memory units for
+        weights and activations together.
         """
         speeds = sorted(other.per_mille for other in self._unlike)
-        rooms = [self._room_of(other.worker, column) for other in self._unlike]
-        rooms.sort(reverse=True)
+        amounts = [self._memory_of(other.worker, column) for other in self._unlike]
+        amounts.sort(reverse=True)
+        # Unlike in both, the fastest need not have the most memory: give each the largest amount.
         if len(set(speeds)) > 1:
-            rooms = rooms[:1] * len(rooms)
-        return speeds[:count], rooms[:count]
+            amounts = amounts[:1] * len(amounts)
+        return speeds[:count], amounts[:count]
 
-    def _best_room(self, column: int, unlike: Iterable[_Unlike]) -> int:
-        """Return the largest memory in a column of a usual worker or of `unlike`."""
+    def _best_memory(self, column: int, unlike: Iterable[_Unlike]) -> int:
+        """Return the most memory that a worker, usual or in `unlike`, has in a column."""
         unlike_workers = [other.worker for other in unlike]
-        workers = [*self._with_own_room, *unlike_workers, *self._usual_example]
-        return max(self._room_of(worker, column) for worker in workers)
+        workers = [*self._with_own_memory, *unlike_workers, *self._usual_example]
+        return max(self._memory_of(worker, column) for worker in workers)
 
     @property
     def _usual_example(self) -> tuple[Worker, ...]:
-        """A worker without a capacity of its own: one that is in no grid."""
+        """Worker outside the grid, alone in a tuple, as an example of usual memory."""
         return (Worker(self._whole.grid.pipelines, 0),)
 
 
 def _best_speed(unlike: Iterable[_Unlike]) -> int:
-    """Return the least time, per mille, of the usual workers and these."""
+    """Return the least `per_mille` of a usual worker (1000) and of `unlike`.
+
+    It is the time for the same work, in per mille of a usual worker's.
+    """
     return min([1000, *(other.per_mille for other in unlike)])

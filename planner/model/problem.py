@@ -1,8 +1,9 @@
-"""The scheduling problem in whole ticks: costs and holders of layers, routes, bounds."""
+"""Define the scheduling problem in whole ticks: costs, holders of layers, routes, bounds."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from slipstream.schedules.schedule import (
     Worker,
 )
 
-# --- Bounds -----------------------------------------------------------------------------------------------------------
+# --- Bounds ---------------------------------------------------------------------------------------
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -35,16 +36,21 @@ class Bound(msgspec.Struct, frozen=True):
     """Description, in words, of what the bound counts, such as the work of all workers."""
 
     def __or__(self, other: "Bound") -> "Bound":
-        """Return the larger of two bounds of one scope, the first of equals."""
-        assert self.scope is other.scope, f"a bound for {self.scope} and one for {other.scope} are not comparable"
+        """Return the larger of two bounds of one scope; this one if they are equal."""
+        assert self.scope is other.scope, (
+            f"a bound for {self.scope} and one for {other.scope} are not comparable"
+        )
         return other if other.ticks > self.ticks else self
 
 
-# --- What each layer costs --------------------------------------------------------------------------------------------
+# --- What each layer costs ------------------------------------------------------------------------
 
 
 class LayerSums(NamedTuple):
-    """Prefix sums over the L layers. Value i of L + 1 values is the sum of those before i."""
+    """Sums of each cost over the layers before each of the L layers.
+
+    Every field has L + 1 values: value i is the sum over layers 0 to i - 1.
+    """
 
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
@@ -58,11 +64,10 @@ class LayerSums(NamedTuple):
 
 
 class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Costs of each of the L layers, in ticks and memory units. Memory values are 0 where memory is
-    unlimited.
+    """Costs of each of the L layers, in ticks and memory units.
 
-    The tuples are empty if no micro-batch is cut within a stage and no layer moves: ticks may be
-    too coarse for layers.
+    Memory values are 0 if memory is unlimited. All tuples are empty in a problem of whole stages
+    (`build_problem`), which needs no costs of single layers.
     """
 
     forward: tuple[int, ...] = ()
@@ -79,45 +84,49 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Ticks of F, I and W of each layer, at the usual speed."""
-        return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
+        """Ticks of F, I and W together, for each layer, at the usual speed."""
+        return tuple(
+            map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True))
+        )
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
-        """Ticks of all-reduce and step that each layer adds to an iteration's end."""
+        """Ticks of all-reduce and optimizer step, by layer."""
         return tuple(map(sum, zip(self.all_reduce, self.optimizer, strict=True)))
 
     @cached_property
     def peak_memory(self) -> tuple[int, ...]:
-        """Most memory units of a micro-batch at each layer: activation or weight stash."""
+        """Most memory units that a micro-batch takes at any time, by layer."""
         return tuple(map(peak_memory, self.activation, self.weight_stash))
 
     @cached_property
     def prefix_sums(self) -> LayerSums:
-        """Sums of all costs over the layers before each layer."""
+        """Sums of each cost over the layers before each layer."""
         return LayerSums(*(prefix_sums(getattr(self, name)) for name in LayerSums._fields))
 
     def sum_over_slices(self, name: str, slices: Iterable[LayerRange]) -> tuple[int, ...]:
-        """Return the total of the cost `name` for each of these ranges of layers."""
+        """Return the sum of one cost, the field `name`, over each range of layers."""
         before = getattr(self.prefix_sums, name)
         return tuple(before[end] - before[first] for first, end in slices)
 
 
-# --- What a layout is -------------------------------------------------------------------------------------------------
+# --- What a layout is -----------------------------------------------------------------------------
 
 
 UNLIMITED = 2**40
-"""Value of `LiveWorker.room` for a worker whose memory is unlimited."""
+"""Value of `LiveWorker.memory` for a worker whose memory is unlimited."""
 
 
 class LiveWorker(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Speed, memory and held layers of a live worker. Two workers with equal values are
-    interchangeable."""
+    """Speed, memory and held layers of a live worker.
+
+    Two workers with equal values are interchangeable.
+    """
 
     per_mille: int = 1000
     """Time of its compute ops, per mille of the usual; 2000 is half speed."""
-    room: int = UNLIMITED
-    """Memory units for the weights of held layers and for activations together."""
+    memory: int = UNLIMITED
+    """Memory units of the whole worker, for weights of held layers and for activations."""
     holds: Held
     """Layers that the worker holds, now or in a layout."""
 
@@ -137,27 +146,26 @@ class RouteSlice(NamedTuple):
 
 
 Route = tuple[RouteSlice, ...]
-"""Slices that a micro-batch passes, in order. Their layers cover all layers of the model without a
-gap."""
+"""Slices that a micro-batch passes, in order. Their layers cover the model without a gap."""
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
-    """Return `some` numbers out of 0 to `count` - 1, evenly spaced."""
+    """Return `some` evenly spaced numbers of 0 to `count` - 1."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Held layers of each worker, and route of each micro-batch, to be ordered."""
+    """Held layers of each worker, and route of each micro-batch, without an order of ops."""
 
     kind: str
-    """Words that say how the layout was made, e.g. "re-cut pipelines, floating layers"."""
+    """How the layout was made, in words that users read."""
     holds: Mapping[Worker, tuple[LayerRange, ...]]
     """Layers of every live worker: ascending, disjoint ranges that do not touch."""
     routes: Mapping[MicroBatch, Route]
     """Route of every micro-batch of an iteration."""
 
 
-# --- What is fixed, before anything is decided ------------------------------------------------------------------------
+# --- What is fixed, before anything is decided ----------------------------------------------------
 
 
 LayersMode = Literal["fixed", "move"]
@@ -168,7 +176,10 @@ class NoPlanError(NoScheduleError):
 
 
 class NoRoomError(NoPlanError):
-    """Raised when no worker has room for a micro-batch at a whole stage. Parts may fit."""
+    """Raised when no worker has room for a micro-batch at some whole stage.
+
+    A plan that cuts micro-batches within the stage may still exist.
+    """
 
     def __init__(self, lack: str, outcome: str = ": no schedule can run it") -> None:
         super().__init__(lack, outcome)
@@ -184,19 +195,23 @@ class Unit(NamedTuple):
     """One micro-batch at one slice of its route. Its F, I and W run on the same worker."""
 
     slice: int
-    """Number of the slice: a stage, or that of stages plus an index of `Problem.slices`."""
+    """Number of the slice: its stage, or count of stages plus index in `Problem.slices`."""
     pipeline: int
     microbatch: int
 
 
 class Visit(NamedTuple):
-    """One slice of a route by its number, and the layout's worker for it."""
+    """One slice of a route, by number, and its worker.
+
+    If `Problem.assigned`, a layout has chosen the worker, and the search may still choose another.
+    Otherwise it is that of the micro-batch's own pipeline, and may be down.
+    """
 
     slice: int
     worker: Worker
 
 
-class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
+class AllowedLayouts(msgspec.Struct, frozen=True, kw_only=True):
     """Restrictions on the layouts that a plan may choose from."""
 
     layers: LayersMode = "fixed"
@@ -208,59 +223,62 @@ class LayoutScope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope for which bounds are proven if a plan may choose from these layouts."""
-        return Scope.LAYERS if self.layers == "move" else Scope.PLACE if self.sliced else Scope.STAGES
+        """Scope of bounds that hold for every plan with one of these layouts."""
+        if self.layers == "move":
+            return Scope.LAYERS
+        return Scope.PLACE if self.sliced else Scope.STAGES
 
 
-IN_PLACE = LayoutScope()
+IN_PLACE = AllowedLayouts()
+"""Restriction to layouts in which no layer moves."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Scheduling problem: a job with failures, held layers, and routes."""
+    """Scheduling problem of a job: its costs in ticks, live workers, held layers and routes."""
 
     name: str
     tick_seconds: float
     grid: Grid
     times: Times
-    """Ticks of ops by slice number, stages first. `memory` has the same indices."""
+    """Ticks of ops, by slice number; stages come first. `memory` has the same indices."""
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
     """Live workers in sorted order. All other workers of the grid are down."""
     groups: ReduceGroups
-    """Groups of workers that hold the same layers, and so reduce their gradients together."""
+    """Groups of workers that hold equal layers, and what these reduce together."""
     backward: BackwardMode = "split"
     optimizer: OptimizerMode = "staggered"
     sharing: bool = False
-    """True if any live holder of a slice may run all micro-batches of it.
+    """True if any live holder of a slice may run any micro-batch at it.
 
-    False: only those of failed workers change workers.
+    False: only the micro-batches of failed workers change workers.
     """
     shedding: bool = False
-    """True if, without `sharing`, peers of a lost worker may hand on micro-batches."""
+    """True if, without `sharing`, peers of a lost worker may hand on their own micro-batches."""
     parts: tuple[int, ...] = ()
-    """Number of equal layers, by stage, into which a micro-batch may be cut.
+    """Number of equal parts into which a micro-batch may be cut, by stage.
 
-    It is 0 if the layers of the stage differ; empty if micro-batches are never cut. The problem
-    itself has whole stages; only its bound counts the parts.
+    Each part is a layer; the number is 0 if the layers of a stage differ. The tuple is empty if
+    micro-batches are never cut. Only bounds use it, as the problem itself has whole stages.
     """
     slices: tuple[LayerRange, ...] = ()
-    """Layers of the slices that are not stages. They are numbered after the stages."""
+    """Layers of the slices that are not stages; their numbers follow those of the stages."""
     routes: Mapping[MicroBatch, tuple[Visit, ...]]
     """Route of each micro-batch: the slices that it passes, in order.
 
-    With layers in place, these are the stages of its direction on the workers of its pipeline, some
-    of which may be down.
+    With layers in place, the route passes the stages of its direction on the workers of its
+    pipeline, also on those that are down.
     """
     rounds_down: bool = False
-    """True if costs are rounded down, for bounds, those of slow workers, too."""
+    """True if all costs, those of slow workers too, are rounded down, as bounds require."""
     assigned: bool = False
-    """True if the routes decide which worker runs each unit, as in a layout. All holders then share
-    micro-batches.
+    """True if the routes name the worker of each unit, as in a layout.
 
-    False with layers in place: the workers are still to be chosen.
+    `sharing` is then true, so that other holders may still run the unit. False with layers in
+    place, where the search chooses the workers.
     """
-    question: LayoutScope = IN_PLACE
-    """Rules for layouts, in a problem from which layouts are made."""
+    question: AllowedLayouts = IN_PLACE
+    """Which layouts are allowed, in a problem from which layouts are made."""
     costs: LayerTicks = LayerTicks()
     """Ticks and memory of single layers, in a problem from which layouts are made."""
 
@@ -280,25 +298,28 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(worker.per_mille != 1000 for worker in self.workers.values())
 
     @cached_property
-    def has_unequal_room(self) -> bool:
+    def has_unequal_memory(self) -> bool:
         """True if live workers of one column differ in memory."""
-        return len({(worker.column, properties.room) for worker, properties in self.workers.items()}) > \
-            len({worker.column for worker in self.workers})
+        amounts = {(worker.column, state.memory) for worker, state in self.workers.items()}
+        return len(amounts) > len({worker.column for worker in self.workers})
 
     @cached_property
     def column_of(self) -> tuple[int, ...]:
-        """Column of each virtual stage, by stage."""
+        """Column of each virtual stage, by the stage's number."""
         return tuple(stage.column for stage in self.grid.stages)
 
     @cached_property
     def reduction_root(self) -> tuple[int, ...]:
-        """First column that reduces gradients with a column, by column.
+        """First of the columns that reduce gradients together, for each column.
 
-        It is the column itself unless pipelines are bidirectional, where another holds copies of
-        its stages.
+        With bidirectional pipelines, a column does so with those that hold copies of its stages;
+        else it is alone.
         """
-        return tuple(component_roots(self.grid.columns, ((column, self.column_of[self.grid.original_stage(stage)])
-                                                         for stage, column in enumerate(self.column_of))))
+        columns_of_copies = (
+            (column, self.column_of[self.grid.original_stage(stage)])
+            for stage, column in enumerate(self.column_of)
+        )
+        return tuple(component_roots(self.grid.columns, columns_of_copies))
 
     @cached_property
     def op_kinds(self) -> tuple[OpKind, ...]:
@@ -307,14 +328,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def gradient_kind(self) -> OpKind:
-        """Op that frees the activation and sends the gradient: I, or B when fused."""
+        """Kind that frees the activation and sends the gradient: I, or B when fused."""
         return self.op_kinds[1]
 
     @cached_property
     def live_pipelines_by_column(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the pipelines whose worker in the column is alive, for each column."""
-        return tuple(tuple(pipeline for pipeline in range(self.grid.pipelines)
-                           if Worker(pipeline, column) not in self.failed) for column in range(self.grid.columns))
+        """For each column, the numbers of the pipelines whose worker there is alive."""
+        # Once through all workers, as there may be thousands.
+        pipelines: list[list[int]] = [[] for _ in range(self.grid.columns)]
+        for worker in self.live_workers:
+            pipelines[worker.column].append(worker.pipeline)
+        return tuple(map(tuple, pipelines))
 
     @cached_property
     def layers_by_slice(self) -> tuple[LayerRange, ...]:
@@ -325,110 +349,155 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def holders_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
         """Live workers that hold each slice, sorted, by slice number.
 
-        With layers in place and one direction, only those in the stage's column. With two
-        directions, workers of both columns that hold its layers.
+        With layers in place and one direction, only workers of the stage's column count; with two
+        directions, also those of the other column that holds its layers.
         """
+        # Look at groups, not at workers: there are few groups, and a large job has thousands of
+        # workers.
         members: list[list[Worker]] = [[] for _ in self.groups.held]
         for worker in self.live_workers:
             members[self.group_number(worker)].append(worker)
-        by_slice = [sorted(worker for group in groups for worker in members[group])
-                    for groups in find_holding_groups(self.layers_by_slice, self.groups.held)]
-        if not self.assigned and self.grid.chains == 1:
-            by_slice = [[worker for worker in workers if worker.column == column]
-                        for column, workers in zip(self.column_of, by_slice, strict=True)]
-        return tuple(map(tuple, by_slice))
+        by_slice = []
+        for number, groups in enumerate(
+            find_holding_groups(self.layers_by_slice, self.groups.held)
+        ):
+            workers = sorted(chain.from_iterable(members[group] for group in groups))
+            # In place, a stage runs in its own column.
+            if not self.assigned and self.grid.chains == 1:
+                column = self.column_of[number]
+                workers = [worker for worker in workers if worker.column == column]
+            by_slice.append(tuple(workers))
+        return tuple(by_slice)
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if holders that may share micro-batches take different times for their own."""
-        return self.sharing and not self.assigned and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
+        """True if workers that share work would take unequal time for their own micro-batches."""
+        return (
+            self.sharing
+            and not self.assigned
+            and (self.has_slow_workers or len(set(self.grid.microbatches)) > 1)
+        )
 
     @cached_property
     def hosts_by_slice(self) -> tuple[tuple[Worker, ...], ...]:
-        """Live holders of each slice with room for a micro-batch, sorted, by number."""
+        """Live holders with room for one micro-batch at the slice, sorted, by slice number."""
         if self.memory is None:
             return self.holders_by_slice
-        room = {worker: state.room - weights_of(self.memory, state.holds) for worker, state in self.workers.items()}
-        return tuple(tuple(worker for worker in holders if peak_memory(*self.held_amounts(number)) <= room[worker])
-                     for number, holders in enumerate(self.holders_by_slice))
+        room = {
+            worker: state.memory - weights_of(self.memory, state.holds)
+            for worker, state in self.workers.items()
+        }
+        # A worker that holds a slice is of no use if its weights leave too little memory.
+        by_slice = []
+        for number, holders in enumerate(self.holders_by_slice):
+            need = peak_memory(*self.held_amounts(number))
+            by_slice.append(tuple(worker for worker in holders if need <= room[worker]))
+        return tuple(by_slice)
 
     def held_amounts(self, slice_: int) -> tuple[int, int]:
-        """Return the activation and the stash of a micro-batch at a slice, in memory units.
+        """Return a micro-batch's (activation, stash) at a slice, in memory units.
 
-        They are 0 where the memory is unlimited, and for what is held for no time. That is the
-        stash of a W that takes no time, as it may end when I does, and the activation of the
-        model's end if F and I take none.
+        Both are 0 if memory is unlimited. What is held for no time counts as 0, too: the stash of a
+        W that takes no ticks, and the activation at the model's last slice if F and I take none.
         """
         if self.memory is None:
             return 0, 0
+        # No gradient comes from a later worker here, so I may start the moment F ends.
         ends = self.layers_by_slice[slice_][1] == self.grid.layer_count
-        passes = not ends or self.usual_ticks(OpKind.F, slice_) + self.usual_ticks(self.gradient_kind, slice_) > 0
+        passes = (
+            not ends
+            or self.usual_ticks(OpKind.F, slice_) + self.usual_ticks(self.gradient_kind, slice_) > 0
+        )
+        # A fused backward leaves no stash for later.
         stashes = self.backward == "split" and self.usual_ticks(OpKind.W, slice_) > 0
         return passes * self.memory.activation[slice_], stashes * self.memory.weight_stash[slice_]
 
     def allowed_hosts(self, slice_: int, pipeline: int) -> tuple[Worker, ...]:
-        """Return the workers that may run slice number `slice_` for the micro-batches of this
-        pipeline."""
+        """Return the workers that may run a slice for the micro-batches of a pipeline."""
         hosts = self.hosts_by_slice[slice_]
         if self.sharing:
             return hosts
-        own = self.home_worker(slice_, pipeline)
-        may_hand_on = self.shedding and len(self.live_pipelines_by_column[self.column_of[slice_]]) < self.grid.pipelines
-        return hosts if may_hand_on or own not in hosts else (own,)
+        # Only the micro-batches of failed workers change workers, and with `shedding` those of
+        # their peers.
+        home = self.home_worker(slice_, pipeline)
+        may_hand_on = (
+            self.shedding
+            and len(self.live_pipelines_by_column[self.column_of[slice_]]) < self.grid.pipelines
+        )
+        return hosts if may_hand_on or home not in hosts else (home,)
 
     @cached_property
     def host_operation_count(self) -> int:
-        """Number of pairs of op and possible worker: the size of a CP-SAT model."""
-        return sum(len(self.allowed_hosts(unit.slice, unit.pipeline))
-                   for unit in self.iterate_units()) * len(self.op_kinds)
+        """Number of pairs (op, worker that may run it): the size of a CP-SAT model."""
+        hosts = sum(
+            len(self.allowed_hosts(unit.slice, unit.pipeline)) for unit in self.iterate_units()
+        )
+        return hosts * len(self.op_kinds)
 
     def home_worker(self, stage: int, pipeline: int) -> Worker:
-        """Return the worker of this pipeline in the column of the stage."""
+        """Return the worker in a pipeline and a stage's column, which may be down."""
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks of op `kind` (not O) of a slice on a worker."""
+        """Return the ticks of an op (not O) of a slice on a worker."""
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
+        # B takes as long as I and W, which are rounded one by one.
         if kind is OpKind.B:
             return self.op_ticks(OpKind.I, slice_, worker) + self.op_ticks(OpKind.W, slice_, worker)
+        # For bounds, a slow worker's ticks must not be longer than they are.
         slowed = self.usual_ticks(kind, slice_) * self.workers[worker].per_mille
         return slowed // 1000 if self.rounds_down else -(-slowed // 1000)
 
     def usual_ticks(self, kind: OpKind, slice_: int) -> int:
-        """Return the ticks of op `kind` (not O) of a slice at the usual speed."""
+        """Return the ticks of an op (not O) of a slice at usual speed."""
         return self._ticks_by_op[kind, slice_]
 
     @cached_property
     def _ticks_by_op(self) -> dict[tuple[OpKind, int], int]:
         nobody = Worker(-1, -1)
-        return {(kind, number): self.times.duration_ticks(kind, number, nobody)
-                for kind in OpKind if kind is not OpKind.O for number in range(len(self.layers_by_slice))}
+        return {
+            (kind, number): self.times.duration_ticks(kind, number, nobody)
+            for kind in OpKind
+            if kind is not OpKind.O
+            for number in range(len(self.layers_by_slice))
+        }
 
     def copies_of(self, stage: int) -> tuple[int, ...]:
-        """Return the stages of all directions with this stage's layers, itself included."""
+        """Return the stages of all directions with the layers of `stage`, itself included."""
         if self.grid.chains == 1:
             return (stage,)
         layers = self.layers_by_slice
-        return tuple(other for other in range(len(self.grid.stages)) if layers[other] == layers[stage])
+        stages = range(len(self.grid.stages))
+        return tuple(other for other in stages if layers[other] == layers[stage])
 
     def fastest_ticks(self, kind: OpKind, stage: int) -> int:
-        """Return an op's ticks at a stage or its copies, on the fastest holder."""
+        """Return the least ticks of an op on any live holder of a stage.
+
+        With two directions, the stage's copy in the other one counts, too.
+        """
         holders = self.holders_by_slice[stage]
-        return min(self.op_ticks(kind, copy, worker) for copy in self.copies_of(stage)
-                   for worker in (holders if self.has_slow_workers else holders[:1]))
+        if not self.has_slow_workers:
+            holders = holders[:1]
+        return min(
+            self.op_ticks(kind, copy, worker)
+            for copy in self.copies_of(stage)
+            for worker in holders
+        )
 
     def min_transfer_ticks(self, stage: int) -> int:
-        """Return the least ticks of an activation from a stage to the next."""
-        same = self.column_of[stage] == self.column_of[stage + 1]
-        # With several chains, a worker holds stages of both directions, and may run consecutive ones.
+        """Return the least ticks of an activation's transfer from a stage to the next."""
+        same_column = self.column_of[stage] == self.column_of[stage + 1]
+        # With two directions, a worker holds stages of both, and may run consecutive ones.
         can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
-        return 0 if same or can_stay else self.times.transfer
+        return 0 if same_column or can_stay else self.times.transfer
 
     @property
     def bound_scope(self) -> Scope:
-        """Scope for which lower bounds of this problem, in place, are proven."""
-        return Scope.OWN if not self.sharing else Scope.PLACE if self.can_cut_stages else Scope.STAGES
+        """Scope of the lower bounds that are proven for this problem, with layers in place."""
+        if not self.sharing:
+            return Scope.OWN
+        return Scope.PLACE if self.can_cut_stages else Scope.STAGES
 
     @property
     def can_cut_stages(self) -> bool:
@@ -436,43 +505,50 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(count != 1 for count in self.parts)
 
     def count_parts(self, stage: int) -> int:
-        """Return the number of slices that a stage may be cut into for a micro-batch.
+        """Return into how many equal parts a micro-batch may be cut at a stage.
 
-        It is the number of its layers if they are equal, otherwise 0; 1 if no stage may be cut.
+        0 if the layers of the stage differ; 1 if micro-batches are never cut.
         """
         return self.parts[stage] if self.parts else 1
 
     @cached_property
     def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Least ticks of a micro-batch's F and I or B on the first n stages.
+        """Least ticks of a micro-batch on its first n stages, as (forward, backward).
 
-        Both are by n, from 0 on. Each stage but the last of the model includes the transfer between
-        it and the next one.
+        Both tuples are indexed by n, from 0 on; the backward counts I, or B if fused. Each stage
+        but the model's last includes the transfer to the next.
         """
         stages = range(len(self.grid.stages))
         hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]
-        forward, back = (tuple(accumulate((self.fastest_ticks(kind, stage) + hops[stage] for stage in stages),
-                                          initial=0))
-                         for kind in (OpKind.F, self.gradient_kind))
-        return forward, back
+
+        # One sum for each number of stages, so that any part of the way is a difference of two.
+        def sum_over_path(kind: OpKind) -> tuple[int, ...]:
+            ticks = (self.fastest_ticks(kind, stage) + hops[stage] for stage in stages)
+            return tuple(accumulate(ticks, initial=0))
+
+        return sum_over_path(OpKind.F), sum_over_path(self.gradient_kind)
 
     def group_number(self, worker: Worker) -> int:
-        """Return the index of a worker's group, which shares one deadline."""
+        """Return the index of a worker's group in `groups.held`."""
         return self.groups.number_of[self.workers[worker].holds]
 
     def optimizer_ticks(self, worker: Worker) -> int:
         """Return the ticks of the optimizer step of a live worker."""
-        held, usual = self.workers[worker].holds, self.grid.held_layers_by_column
-        if held == usual[worker.column]:
+        layers, usual = self.workers[worker].holds, self.grid.held_layers_by_column
+        if layers == usual[worker.column]:
             return self.times.optimizer[worker.column]
-        # Ticks of single layers are rounded separately, so their sum may differ from those of their stage.
-        return self.times.optimizer[usual.index(held)] if held in usual else \
-            sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in held)
+        # Ticks of single layers are rounded separately, so that their sum may differ from those of
+        # their stage.
+        if layers in usual:
+            return self.times.optimizer[usual.index(layers)]
+        return sum(sum(self.times.optimizer_of_layer[first:end]) for first, end in layers)
 
     @cached_property
     def number_of_slice(self) -> Mapping[LayerRange, int]:
-        """Number of the slice with a range of layers; the first if several have it."""
-        return {layers: number for number, layers in reversed(list(enumerate(self.layers_by_slice)))}
+        """Number of each slice, by its layers; the first where several have the same."""
+        return {
+            layers: number for number, layers in reversed(list(enumerate(self.layers_by_slice)))
+        }
 
     def reduction_ticks(self, layers: LayerRange) -> int:
         """Return the ticks of the gradient reduction of the slice with these layers."""
@@ -480,41 +556,61 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def can_reduce_early(self) -> bool:
-        """True if a worker may reduce some layers before all compute ops of the others.
+        """True if a worker may reduce some layers before its compute ops of others end.
 
-        This requires reductions that take no time; otherwise each would occupy all holders at once.
+        False if reductions take time, as each would then occupy all of its holders at once.
         """
-        return self.groups.has_shared_reductions and self.optimizer == "staggered" and not any(self.times.all_reduce)
+        return (
+            self.groups.has_shared_reductions
+            and self.optimizer == "staggered"
+            and not any(self.times.all_reduce)
+        )
 
     @cached_property
     def reduces_in_bubbles(self) -> bool:
-        """True if a reduction that takes time may lie in a bubble.
+        """True if a reduction that takes time may precede its workers' last compute op.
 
-        It may precede the last compute op of its workers. This requires that they reduce several
-        virtual stages, each with the workers of the same layers only.
+        The reduction then lies in a bubble. Its workers must have several virtual stages, all held
+        by the same workers.
         """
-        timed = [group for layers, groups in self.groups.reductions for group in groups if self.reduction_ticks(layers)]
-        return not self.groups.has_shared_reductions and any(
-            sum(group in groups for _, groups in self.groups.reductions) > 1 for group in set(timed))
+        if self.groups.has_shared_reductions:
+            return False
+        # A group with a single reduction has no later compute op that its reduction could precede.
+        counts: Counter[int] = Counter()
+        timed: set[int] = set()
+        for layers, groups in self.groups.reductions:
+            counts.update(groups)
+            if self.reduction_ticks(layers):
+                timed.update(groups)
+        return any(counts[group] > 1 for group in timed)
 
     @property
     def anneals_reductions(self) -> bool:
-        """True if annealing chooses when reductions begin, in bubbles or with offset windows."""
+        """True if annealing chooses at which ticks reductions begin in bubbles.
+
+        The optimizer is then staggered.
+        """
         return self.reduces_in_bubbles and self.optimizer == "staggered"
 
     def ticks_after_group(self, worker: Worker) -> int:
-        """Return the ticks from the end of a worker's group to its window's.
+        """Return the ticks from a group's end to the end of its worker's busy window.
 
-        A group ends after its last reduction, and the optimizer step follows. If reductions are not
-        timed one by one, it counts as ended after its compute ops, and the ticks of its reductions
-        are added.
+        A group ends with its last reduction, and the optimizer step follows. If
+        `times_each_reduction` is false, the group ends with its compute ops, and these ticks
+        include its reductions.
         """
-        return self.optimizer_ticks(worker) + (0 if self.times_each_reduction
-                                               else self.ticks_of_reductions(self.group_number(worker)))
+        ticks = self.optimizer_ticks(worker)
+        if not self.times_each_reduction:
+            ticks += self.ticks_of_reductions(self.group_number(worker))
+        return ticks
 
     @property
     def times_each_reduction(self) -> bool:
-        """True if reductions have own times, shared or in bubbles; else they follow all compute."""
+        """True if each reduction has a start of its own.
+
+        That is so if groups share reductions, or if some lie in bubbles. Otherwise, all reductions
+        of a group follow its compute ops.
+        """
         return self.groups.has_shared_reductions or self.reduces_in_bubbles
 
     def ticks_of_reductions(self, group: int) -> int:
@@ -523,9 +619,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _reduction_ticks_by_group(self) -> tuple[int, ...]:
-        """Ticks of all reductions in which a group takes part, by group."""
-        return tuple(sum(self.reduction_ticks(layers) for layers, groups in self.groups.reductions if group in groups)
-                     for group in range(len(self.groups.held)))
+        ticks = [0] * len(self.groups.held)
+        for layers, groups in self.groups.reductions:
+            for group in groups:
+                ticks[group] += self.reduction_ticks(layers)
+        return tuple(ticks)
 
     @property
     def max_optimizer_ticks(self) -> int:
@@ -533,9 +631,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return max(map(self.optimizer_ticks, self.workers))
 
     def column_closing_ticks(self, column: int) -> int:
-        """Return the ticks of reductions and step for exactly a column's stages."""
-        return sum(self.times.all_reduce[stage]
-                   for stage in self.grid.stages_of_column(column)) + self.times.optimizer[column]
+        """Return the closing ticks of a worker that holds only the layers of a column."""
+        stages = self.grid.stages_of_column(column)
+        reductions = sum(self.times.all_reduce[stage] for stage in stages)
+        return reductions + self.times.optimizer[column]
 
     def iterate_units(self, pipelines: Iterable[int] | None = None) -> Iterator[Unit]:
         """Yield the units of pipelines (default: all), by pipeline, micro-batch and route."""
@@ -549,14 +648,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Number of compute ops in one iteration, which is the size of the problem."""
         return sum(map(len, self.routes.values())) * len(self.op_kinds)
 
-    # --- What layouts are made from -----------------------------------------------------------------------------------
+    # --- What layouts are made from ---------------------------------------------------------------
 
     @cached_property
     def path_by_chain(self) -> tuple[tuple[tuple[LayerRange, int], ...], ...]:
         """Stages of each direction, in order, as pairs (range of layers, column)."""
-        return tuple(tuple((self.grid.layers_of(stage), self.column_of[stage])
-                           for stage in self.grid.stages_of_microbatch(chain))
-                     for chain in range(self.grid.chains))
+        stages = list(zip(self.grid.layers_by_stage, self.column_of, strict=True))
+        # Micro-batch number i takes direction i, so that it has the stages of that direction.
+        paths = []
+        for direction in range(self.grid.chains):
+            numbers = self.grid.stages_of_microbatch(direction)
+            paths.append(tuple(stages[number] for number in numbers))
+        return tuple(paths)
 
     @cached_property
     def live_by_pipeline(self) -> tuple[tuple[Worker, ...], ...]:
@@ -580,27 +683,40 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(layer for layers in self.workers[worker].holds for layer in range(*layers))
 
     def moved_memory(self, holds: Mapping[Worker, Held]) -> int:
-        """Return the memory units, or number without weights, of layers in `holds` not held
-        here."""
+        """Return the memory units of the layers that workers would receive to hold `holds`.
+
+        If weights are unknown, return the number of these layers.
+        """
         weights = self.costs.weights if any(self.costs.weights) else (1,) * self.grid.layer_count
-        return sum(weights[layer] for worker, ranges in holds.items() if ranges != self.workers[worker].holds
-                   for layer in layers_in(ranges).difference(self.list_held_layers(worker)))
+        # A worker that keeps its layers is skipped first, as most workers do.
+        return sum(
+            weights[layer]
+            for worker, ranges in holds.items()
+            if ranges != self.workers[worker].holds
+            for layer in layers_in(ranges).difference(self.list_held_layers(worker))
+        )
 
     def held_closing_ticks(self, worker: Worker) -> int:
-        """Return the ticks of all-reduces and steps of a worker's present layers."""
+        """Return a worker's closing ticks for the layers that it holds in this problem."""
         return sum_over_ranges(self.costs.prefix_sums.closing, self.workers[worker].holds)
 
     def slice_ticks(self, layers: LayerRange, worker: Worker) -> int:
-        """Return the ticks of F, I and W together of these layers on a worker. Each op is rounded
-        up separately."""
+        """Return the ticks of F, I and W together of these layers on a worker.
+
+        Each op is rounded up by itself.
+        """
         slow = self.slowness(worker)
-        return sum(-(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000) for sums in self.costs.prefix_sums[:3])
+        return sum(
+            -(-(sums[layers[1]] - sums[layers[0]]) * slow // 1000)
+            for sums in self.costs.prefix_sums[:3]
+        )
 
     @cached_property
     def ample_ticks(self) -> int:
-        """Ticks beyond any load: the slowest worker runs everything."""
+        """Ticks in which the slowest worker could do everything; no worker needs more."""
         slowest = max(map(self.slowness, self.live_workers))
-        return sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000 + sum(self.costs.closing) + 1
+        work = sum(self.costs.work) * self.grid.total_microbatches * slowest // 1000
+        return work + sum(self.costs.closing) + 1
 
 
 class HeldRange(NamedTuple):
@@ -611,12 +727,22 @@ class HeldRange(NamedTuple):
 
 
 def iterate_held_ranges(problem: Problem) -> Iterator[HeldRange]:
-    """Yield ranges of layers with their holders. Raises LookupError if one has none alive."""
-    cuts = {end for path in problem.path_by_chain for layers, _ in path for end in layers}
-    cuts |= {end for properties in problem.workers.values() for layers in properties.holds for end in layers}
+    """Yield ranges of layers, ascending, with the live workers that hold them.
+
+    Raises LookupError if no live worker holds some range.
+    """
+    # The edges of all stages and of all held layers.
+    cuts: set[int] = set()
+    for path in problem.path_by_chain:
+        cuts.update(*(layers for layers, _ in path))
+    for properties in problem.workers.values():
+        cuts.update(*properties.holds)
+    # Between two cuts, all layers have the same holders.
     for first, end in pairwise(sorted(cuts)):
-        holders = tuple(worker for worker, properties in problem.workers.items()
-                        if any(low <= first and end <= high for low, high in properties.holds))
+        holders = []
+        for worker, properties in problem.workers.items():
+            if any(low <= first and end <= high for low, high in properties.holds):
+                holders.append(worker)
         if not holders:
             raise LookupError(f"no live worker holds layer {first}")
-        yield HeldRange((first, end), holders)
+        yield HeldRange((first, end), tuple(holders))

@@ -13,11 +13,14 @@ from slipstream.schedules.schedule import Grid
 Held = tuple[LayerRange, ...]
 """Layers that a worker holds: ascending ranges that do not touch."""
 Reduction = tuple[LayerRange, tuple[int, ...]]
-"""Range of layers whose gradients are reduced together, with the groups that hold it."""
+"""Range of layers whose gradients are reduced together, and the groups that hold it."""
 
 
 class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Groups of workers with the same layers, which share one deadline of compute ops."""
+    """Groups of workers with the same layers, and the reductions that they take part in.
+
+    The workers of a group share one deadline for their compute ops.
+    """
 
     held: tuple[Held, ...]
     """Layers that the workers of each group hold."""
@@ -26,15 +29,14 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def number_of(self) -> Mapping[Held, int]:
-        """Number of each group, by these layers."""
+        """Number of each group, by the layers that its workers hold."""
         return {layers: number for number, layers in enumerate(self.held)}
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """For each group, the groups with which it shares a gradient reduction.
+        """Groups with which each group shares a reduction, itself included, by number.
 
-        They are numbers, its own included. The busy windows of its workers end with the last of
-        these groups.
+        The busy windows of a group's workers end with the last of these groups.
         """
         linked: list[set[int]] = [{group} for group in range(len(self.held))]
         for _, groups in self.reductions:
@@ -44,18 +46,19 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def has_shared_reductions(self) -> bool:
-        """True if groups share reductions; else each reduces after its last compute op."""
+        """True if several groups take part in some reduction."""
         return any(len(groups) > 1 for _, groups in self.reductions)
 
 
 def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) -> list[list[int]]:
-    """Return, ascending, the groups in `groups` that hold all of each range of layers."""
+    """Return, for each range of layers, the groups that hold all of it, ascending."""
+    # Sorted, the ranges within a group's layers are found by bisection: there may be thousands.
     order = sorted(range(len(ranges)), key=lambda number: ranges[number])
     firsts = [ranges[number][0] for number in order]
     holding_groups: list[list[int]] = [[] for _ in ranges]
     for group, layers in enumerate(groups):
         for low, high in layers:
-            for number in order[bisect_left(firsts, low):bisect_left(firsts, high)]:
+            for number in order[bisect_left(firsts, low) : bisect_left(firsts, high)]:
                 if ranges[number][1] <= high:
                     holding_groups[number].append(group)
     return holding_groups
@@ -64,18 +67,22 @@ def find_holding_groups(ranges: Sequence[LayerRange], groups: Sequence[Held]) ->
 def make_reduce_groups(grid: Grid, holds: Iterable[Held]) -> ReduceGroups:
     """Return the groups of workers, and the ranges of layers that they reduce together.
 
-    The same groups hold such a range; `holds` has the layers of each worker. If all workers hold
-    whole stages, each stage is a range of its own; otherwise ranges are as long as possible.
+    `holds` has the layers of each worker. A range is reduced by all groups that hold it. If all
+    workers hold whole stages, each stage is a range of its own; otherwise ranges are as long as
+    possible.
     """
     groups = tuple(sorted(set(holds)))
     ends = {end for _, end in grid.layers_by_stage}
+    # Between two edges, all layers have the same holders.
     edges = {edge for group in groups for layers in group for edge in layers}
+    # Where workers hold whole stages, each stage is reduced by itself, as its time is given.
     whole = edges - {0} <= ends
     ranges = list(pairwise(sorted(edges | ends if whole else edges)))
     reductions: list[Reduction] = []
     for (first, end), holders in zip(
         ranges, map(tuple, find_holding_groups(ranges, groups)), strict=True
     ):
+        # Otherwise, neighbouring ranges of the same holders are reduced as one.
         if (
             reductions
             and reductions[-1][1] == holders

@@ -11,15 +11,15 @@ from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.problem import Problem
 
-NEVER = -2**60
-"""Tick that is earlier than those of any plan. It is the end of a group without workers."""
+NEVER = -(2**60)
+"""Tick before those of any plan, used as the end of a group without workers."""
 
 
 def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Solution:
     """Return a copy of the solution in which every op starts as late as possible.
 
-    Its order and `ends` limit it: the tick by which each group must end its compute ops, or the
-    deadlines of `get_deadlines` if `Problem.anneals_reductions`.
+    Ops keep their order. `ends` has the tick by which each group must end its compute ops; if
+    `Problem.anneals_reductions`, the tick at which each reduction begins.
     """
     arrays, start = solution.arrays, np.zeros_like(solution.start)
     ends = np.asarray(ends, dtype=np.int64)
@@ -31,27 +31,37 @@ def with_latest_starts(solution: Solution, ends: Sequence[int] | Ints) -> Soluti
 
 
 def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
-    """Return when each group's last reduction ends if they begin at `begin`; NEVER without."""
+    """Return the end tick of each group's last reduction; NEVER if it has none.
+
+    `begin` has the tick at which each reduction begins.
+    """
     between, last = arrays.reductions.between, begin + arrays.reductions.ticks
     latest: Ints = np.where(between >= 0, np.append(last, NEVER)[between], NEVER).max(axis=1)
     return latest
 
 
 def get_deadlines(*pieces: Solution) -> Ints:
-    """Return what subproblems must agree on, given their solutions on one clock.
+    """Return the ticks at which groups end compute, on which all subproblems must agree.
 
-    It is the ticks by which groups end their compute ops or, if `Problem.anneals_reductions`, the
-    starts of reductions.
+    If `Problem.reduces_in_bubbles`, return the ticks at which reductions begin instead. The
+    solutions of all subproblems, `pieces`, must be on one clock.
     """
     if pieces[0].arrays.problem.reduces_in_bubbles:
         return place_in_bubbles(pieces).begin
     return compute_group_ends(*pieces)
 
 
-def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints, ends: Ints,
-                    begin: Ints | None = None) -> None:
+def _compute_latest(
+    arrays: ProblemArrays,
+    order: Ints,
+    start: Ints,
+    free: Ints,
+    ends: Ints,
+    begin: Ints | None = None,
+) -> None:
     begin = to_ints([]) if begin is None else begin
     if arrays.problem.can_reduce_early:
+        # Here reductions take no time: one begins at the earliest end of the groups that share it.
         sharers = arrays.reductions.sharers
         begin = np.where(sharers >= 0, ends[sharers], -NEVER).min(axis=1)
     kernel_loops().set_latest_starts(
@@ -62,9 +72,9 @@ def _compute_latest(arrays: ProblemArrays, order: Ints, start: Ints, free: Ints,
 def compute_group_ends(*pieces: Solution) -> Ints:
     """Return the tick at which the last compute op of each group ends.
 
-    The solutions of all subproblems, `pieces`, must be on one clock. If reductions may lie between
-    compute ops (`Problem.can_reduce_early`), return the start of each group's last reduction
-    instead.
+    The `pieces` are the solutions of all subproblems, on one clock. A group whose workers are in
+    none of them gets NEVER. With `Problem.can_reduce_early`, return the start of each group's last
+    reduction instead.
     """
     ends_by_piece = []
     for solution in pieces:
@@ -77,13 +87,13 @@ def compute_group_ends(*pieces: Solution) -> Ints:
 
 
 def compute_reduction_begins(pieces: Sequence[Solution]) -> Ints:
-    """Return the start tick of each reduction.
+    """Return the start tick of each reduction if it may lie between compute ops.
 
-    NEVER if no subproblem has a W of its layers. The solutions of all subproblems, `pieces`, must
-    be on one clock. The problem must be one in which reductions may lie between compute ops
-    (`Problem.can_reduce_early`). A reduction starts at the first tick after the last W of its
-    layers at which no worker that takes part runs an op.
+    The solutions of all subproblems, `pieces`, must be on one clock, and `Problem.can_reduce_early`
+    true. A reduction starts at the first tick after the last W of its layers at which no worker
+    that takes part runs an op; NEVER if there is no such W.
     """
+    # Not before the last W of its layers in any subproblem.
     begins: Ints = np.max(
         [_last_awaited_ends(piece.arrays, piece.start) for piece in pieces], axis=0
     )
@@ -106,20 +116,20 @@ MAX_PERMUTED = 4
 
 
 class BubblePlaces(NamedTuple):
-    """Places of reductions in bubbles before their workers' last compute op."""
+    """Ticks at which reductions run if they may lie in bubbles between compute ops."""
 
     begin: Ints
-    """Start tick of each reduction."""
+    """Start tick of each reduction; NEVER if no W precedes it."""
     done: Ints
-    """Tick at which each group has finished its last reduction."""
+    """Tick at which each group has finished compute and reductions; NEVER if it reduces nothing."""
 
 
 def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
-    """Return the places of all reductions at which each group finishes first.
+    """Place all reductions, in bubbles where they fit, so that their groups finish early.
 
-    Compute ops stay as they are. The solutions of all subproblems, `pieces`, must be on one clock,
-    and `Problem.reduces_in_bubbles` must be true. A reduction follows the last W of its layers,
-    where all workers of its group are idle for as long as it takes.
+    Compute ops stay as they are. A reduction follows the last W of its layers, where all workers of
+    its group are idle for as long as it takes. The solutions of all subproblems, `pieces`, must be
+    on one clock, and `Problem.reduces_in_bubbles` must be true.
     """
     timed = [(piece.arrays, piece.start) for piece in pieces]
     return _place_in_bubbles(pieces[0].arrays.problem, timed)
@@ -128,6 +138,7 @@ def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
 def _place_in_bubbles(
     problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]
 ) -> BubblePlaces:
+    # A reduction may begin after the last W of its layers, wherever that runs.
     ready = np.max([_last_awaited_ends(arrays, start) for arrays, start in pieces], axis=0).tolist()
     ticks = [problem.reduction_ticks(layers) for layers, _ in problem.groups.reductions]
     begin, done = np.full(len(ticks), NEVER), np.full(len(problem.groups.held), NEVER)
@@ -139,6 +150,7 @@ def _place_in_bubbles(
         ]
         if not numbers or ready[numbers[0]] == NEVER:
             continue
+        # Few reductions are placed in all orders, many in the order in which they become ready.
         busy = _busy_spans(pieces, group, min(ready[number] for number in numbers))
         orders: Iterable[Sequence[int]] = [sorted(numbers, key=ready.__getitem__)]
         if len(numbers) <= MAX_PERMUTED:
@@ -156,7 +168,7 @@ def _place_in_bubbles(
 def _busy_spans(
     pieces: Sequence[tuple[ProblemArrays, Ints]], group: int, after: int
 ) -> list[tuple[int, int]]:
-    """Return the spans of ticks in which a worker of a group is busy, ascending."""
+    """Return the ascending (start, end) of a group's ops that end after tick `after`."""
     spans: list[tuple[int, int]] = []
     for arrays, start in pieces:
         end = start + arrays.ops.duration
@@ -165,12 +177,17 @@ def _busy_spans(
     return sorted(spans)
 
 
-def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
-               busy: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """Place reductions in this order, each in the first gap that is long enough."""
+def _fill_gaps(
+    order: Sequence[int],
+    ready: Sequence[int],
+    ticks: Sequence[int],
+    busy: Sequence[tuple[int, int]],
+) -> tuple[int, dict[int, int]]:
+    """Place reductions in this order; return the last end, and each reduction's start."""
     spans, begins, done = list(busy), dict[int, int](), max((end for _, end in busy), default=NEVER)
     for number in order:
         tick = ready[number]
+        # The first gap after the last W in which all workers of the group are idle for long enough.
         for first, end in spans:
             if first >= tick + ticks[number] and end > tick:
                 break
@@ -182,11 +199,12 @@ def _fill_gaps(order: Sequence[int], ready: Sequence[int], ticks: Sequence[int],
 
 
 def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]]) -> Ints:
-    """Return by how many ticks groups end earlier than with their reductions last."""
+    """Return by how many ticks each group finishes earlier because reductions lie in bubbles."""
     saved = np.zeros(len(problem.groups.held), dtype=np.int64)
     if not problem.reduces_in_bubbles:
         return saved
     done = _place_in_bubbles(problem, pieces).done
+    # Without bubbles, all reductions would follow the last compute op.
     last = np.max(
         [_ends_by_group(arrays, _last_ends(arrays, start)) for arrays, start in pieces], axis=0
     )
@@ -197,14 +215,12 @@ def _ticks_saved(problem: Problem, pieces: Sequence[tuple[ProblemArrays, Ints]])
 
 
 def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
-    """Return by how many ticks bubbles let each group finish earlier.
+    """Return by how many ticks each group finishes earlier because reductions lie in bubbles.
 
-    Some of its reductions lie in them; 0 unless `Problem.reduces_in_bubbles`. The solutions of all
-    subproblems, `pieces`, must be on one clock.
+    The comparison is with reductions that all follow the group's compute ops; 0 unless
+    `Problem.reduces_in_bubbles`. The solutions of all subproblems, `pieces`, must be on one clock.
     """
-    return _ticks_saved(
-        pieces[0].arrays.problem, [(piece.arrays, piece.start) for piece in pieces]
-    )
+    return _ticks_saved(pieces[0].arrays.problem, [(piece.arrays, piece.start) for piece in pieces])
 
 
 def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
@@ -218,7 +234,7 @@ def _last_awaited_ends(arrays: ProblemArrays, start: Ints) -> Ints:
     """Return, for each reduction, the tick at which the last W of its layers ends."""
     ops, (sharers, _, awaiting, _) = arrays.ops, arrays.reductions
     last = np.full(len(awaiting), NEVER)
-    np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1::ops.kinds])
+    np.maximum.at(last, ops.slice, (start + ops.duration)[ops.kinds - 1 :: ops.kinds])
     begins = np.full(len(sharers) + 1, NEVER)
     np.maximum.at(begins, awaiting, last[:, None])
     return begins[:-1]
@@ -239,12 +255,11 @@ def _ends_by_group(arrays: ProblemArrays, last: Ints) -> Ints:
 
 
 def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-    """Return the start tick of each shared reduction, and each group's end.
+    """Return the start tick of each reduction, and the end tick of each group.
 
-    A group ends when it has finished its last reduction. A group is the workers that hold the same
-    layers; `ends` has the end of its last compute op. All reductions must follow these ops:
-    `Problem.can_reduce_early` must be false. If layers are held by column, there are no shared
-    reductions, and a group is finished at its end.
+    Reductions follow the compute ops, which end at `ends` [group]; a group ends with its last
+    reduction. `Problem.can_reduce_early` must be false. Unless `Problem.times_each_reduction`,
+    there are no reductions in the arrays, and each group ends at `ends`.
     """
     sharers, ticks, *_ = arrays.reductions
     done, begin = np.array(ends, dtype=np.int64), np.zeros_like(ticks)
@@ -253,9 +268,10 @@ def place_reductions(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> tuple
 
 
 def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints:
-    """Return the latest tick at which the compute ops of each group may end.
+    """Return how late, in ticks, each group may end compute without delaying a reduction.
 
-    No reduction then ends later than if they end at `ends`.
+    The comparison is with groups that end compute at `ends`; these ends are returned unchanged if
+    reductions may lie between compute ops.
     """
     late = np.array(ends, dtype=np.int64)
     if not (arrays.problem.can_reduce_early or arrays.problem.anneals_reductions):
@@ -271,8 +287,8 @@ def solution_period(
 ) -> int:
     """Return the period of a solution, in ticks.
 
-    `ends` has the ticks by which groups end their compute ops in all subproblems, and `saved` those
-    of `compute_ticks_saved`; None: those of this solution.
+    `ends` has the ticks at which groups end compute in all subproblems, and `saved` what
+    `compute_ticks_saved` returns for all of them; None: this solution is the only one.
     """
     arrays, start = solution.arrays, solution.start
     first = np.full(len(arrays.workers), start.max())
@@ -284,9 +300,13 @@ def solution_period(
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
-    """Return the period in ticks of these starts and ends of groups."""
+    """Return the period, in ticks, given workers' first starts and groups' compute ends.
+
+    `saved` has, by group, what `compute_ticks_saved` returns.
+    """
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
+    # All windows then begin together with the first op, and end after the last op of the job.
     if arrays.problem.optimizer == "synchronous":
         last = max(closing[arrays.load > 0].max(), ends.max() + arrays.problem.max_optimizer_ticks)
         return int(last - first.min())
@@ -294,32 +314,36 @@ def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: In
 
 
 def delayed_group_ends(arrays: ProblemArrays, ends: Ints) -> Ints:
-    """Return the latest ticks of groups' ends that do not delay the iteration.
+    """Return the latest ticks at which groups may end compute without delaying the iteration.
 
-    They are the ends of their compute ops; the end of the iteration becomes tick 0. The optimizer
-    must be synchronous. In a plan, by its own clock, groups end at `ends`; if later ends would
-    change the order of the reductions and delay some of them, these ends are kept.
+    The optimizer is synchronous. `ends` has the ticks in the plan; the result counts from the end
+    of the iteration, at tick 0. If later ends would reorder and so delay reductions, the ends of
+    the plan are kept.
     """
     sharers, ticks, *_ = arrays.reductions
+    # Forward: when the iteration ends if compute ends at `ends`, and the order of the reductions.
     done, turn, step = ends.copy(), np.zeros_like(ticks), arrays.problem.max_optimizer_ticks
     kernel_loops().run_reductions(sharers, ticks, done, np.zeros_like(ticks), turn)
     last = max((done[arrays.group] + arrays.ticks_after_group).max(), ends.max() + step)
+    # Backward: how late compute may end for that, with the reductions in the same order.
     allowed = np.full_like(ends, last)
     allowed[arrays.group] = last - arrays.ticks_after_group
     late = allowed.copy()
     kernel_loops().set_latest_compute_ends(sharers, ticks, turn, late)
     late = np.minimum(late, last - step)
+    # Later ends may change the order; then keep those of the plan.
     if (place_reductions(arrays, late)[1] > allowed).any():
         late = ends
     return late - np.int64(last)
 
 
 def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
-    """Return the period and the start of each op, in ticks, for the sequence `order`.
+    """Return the period and each op's start, in ticks, if workers follow `order`.
 
-    Workers run the ops in it. Ops start as early as possible. With a staggered optimizer, they then
-    start as late as the ends of the groups allow, which shortens the windows.
+    Each op starts as early as possible. With a staggered optimizer, ops then start as late as the
+    ends of the groups allow, which shortens the busy windows.
     """
+    # Forward: as early as possible, which gives the earliest ends of the groups.
     start, free = np.zeros_like(arrays.ops.duration), np.zeros_like(arrays.group)
     kernel_loops().set_earliest_starts(arrays.ops, order, start, free)
     ends = _ends_by_group(arrays, free)
@@ -337,6 +361,7 @@ def time_order(arrays: ProblemArrays, order: Ints) -> tuple[int, Ints]:
         return _period_of_windows(
             arrays, free, ends, _ticks_saved(arrays.problem, [(arrays, start)])
         ), start
+    # Backward: as late as these ends allow.
     ends = latest_group_ends(arrays, ends)
     free = ends[arrays.group]
     _compute_latest(arrays, order, start, free, ends)

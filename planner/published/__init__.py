@@ -1,4 +1,4 @@
-"""Compute published pipelines, layers and bubbles, and plans for the same.
+"""Provide published pipelines, layers and bubbles, and make plans to compare with them.
 
     orders              the orders of 1F1B, interleaved 1F1B, ZB-H1, ZB-V and DualPipe, simulated
     measured_layers     times of the layers of models, as published

@@ -23,7 +23,7 @@ from slipstream.planner.job.toml import job_text
 TOKENS = 4096
 MEGABYTE = 1e6
 NEGLIGIBLE_SHARE = 0.1
-"""Largest time of a published W that counts as none, as a share of F's.
+"""A published W of at most this share of F's time counts as no W.
 
 Then I computes the weight gradients, and nothing is held for W.
 """
@@ -42,10 +42,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     pattern: str
     """Kind of each layer between embedding and head, one letter for each."""
     milliseconds: Mapping[str, tuple[float, float, float]]
-    """Times of F, I and W of a micro-batch, by kind of layer.
-
-    A micro-batch is one sequence.
-    """
+    """Times of F, I and W of a micro-batch, one sequence, by kind of layer."""
     hidden: int
     vocabulary: int
     heads: int
@@ -55,32 +52,19 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = False
     """True if the feed-forward part of a layer has three matrices instead of two."""
     mamba: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Shape of Mamba layers.
-
-    Number of heads, width of a head, number of groups, and width of the state.
-    """
+    """Shape of Mamba layers: heads, width of a head, groups, and width of the state."""
     experts: tuple[int, int, int] = (0, 0, 0)
-    """Shape of layers with experts.
-
-    Number of experts, number that a token passes, and width of an expert.
-    """
+    """Shape of layers with experts: their number, how many a token passes, and their width."""
     workers: int
     """Number of workers of a pipeline in the comparison."""
 
     @property
     def kinds(self) -> str:
-        """Letter of the kind of each layer, in order.
-
-        E embedding, M Mamba, - feed-forward, * attention, # experts, T a whole transformer layer, L
-        head and loss.
-        """
+        """Kind of each layer as a letter, from the embedding to the head."""
         return f"E{self.pattern}L"
 
     def shape_of_layer(self, kind: str) -> LayerShape:
-        """Return the parameters, work and memory of a layer of this kind.
-
-        The kind is a letter as in `kinds`.
-        """
+        """Return parameters, work and memory of a layer of this kind, a letter of `kinds`."""
         hidden, norm = self.hidden, model_shape.norm_shape(self.hidden)
         if kind == "E":
             return model_shape.embedding_shape(hidden, self.vocabulary)
@@ -100,6 +84,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
             return norm + model_shape.experts_shape(
                 hidden, width, number=number, chosen=chosen, gated=True
             )
+        # The only kind left is M.
         heads, width, groups, state = self.mamba
         return norm + model_shape.mamba_2_shape(
             hidden,
@@ -112,10 +97,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def values_by_layer(self, key: str) -> list[float]:
-        """Return the time in seconds, or the memory in megabytes, of each layer.
-
-        `key` is one of `KEYS`.
-        """
+        """Return each layer's value of `key`, one of `KEYS`, in seconds or megabytes."""
         column = {"forward": 0, "backward_input": 1, "backward_weight": 2}
         values = {}
         for kind in dict.fromkeys(self.kinds):
@@ -125,6 +107,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
             elif key == "weights":
                 values[kind] = round(BYTES_HELD * shape.parameters / MEGABYTE, 1)
             else:
+                # Without a W there is nothing to keep after I.
                 stash = shape.stash if milliseconds[2] > NEGLIGIBLE_SHARE * milliseconds[0] else 0
                 bytes_per_token = shape.activation if key == "activation" else stash
                 values[kind] = round(TOKENS * bytes_per_token / MEGABYTE, 1)
@@ -139,12 +122,12 @@ def make_job(
     counts: Sequence[int],
     microbatches: int,
     pipelines: int,
-    room: float | None,
+    worker_memory: float | None,
 ) -> str:
     """Return the text of a job file whose stages have `counts` layers.
 
-    The embedding and the head of the model are counted. The argument `room` is the capacity of a
-    worker for weights and activations, in megabytes. None means unlimited memory.
+    Embedding and head count as layers. The argument `worker_memory` is that of a worker for weights
+    and activations, in megabytes; None: unlimited.
     """
     edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     layers = {key: model.values_by_layer(key) for key in KEYS}
@@ -152,11 +135,12 @@ def make_job(
     for key, values in layers.items():
         stages[key] = [round(sum(values[first:end]), 7) for first, end in pairwise(edges)]
     memory: dict[str, object] = {}
-    if room is not None:
-        capacity = [max(0.0, round(room - weights, 1)) for weights in stages["weights"]]
+    if worker_memory is not None:
+        # A job file states the memory of each stage without its weights.
+        capacity = [max(0.0, round(worker_memory - weights, 1)) for weights in stages["weights"]]
         sizes = {key: stages[key] for key in KEYS[3:]}
         memory["memory"] = {"capacity": capacity, **sizes, "unit_bytes": MEGABYTE}
-    timed = KEYS if room is not None else KEYS[:3]
+    timed = KEYS if worker_memory is not None else KEYS[:3]
     time = {key: stages[key] for key in KEYS[:3]}
     layer_values = {key: layers[key] for key in timed}
     return job_text(
@@ -175,9 +159,7 @@ def make_job(
 
 
 def with_estimated_times(model: MeasuredModel) -> MeasuredModel:
-    """Return the model with the times of its layers replaced by estimates of
-    `planner.job.estimate`.
-    """
+    """Return the model with times of its layers as estimated by `planner.job.estimate`."""
     times = {}
     for kind in dict.fromkeys(model.kinds):
         forward, backward_input, backward_weight = op_seconds(

@@ -1,9 +1,6 @@
-"""Compare the bubble of plans, by memory, with published figures.
+"""Compare the bubble of plans, by memory, with figures of the authors of zero bubble.
 
-They are those of the authors of zero bubble.
-
-Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V), at each
-memory.
+Each setting is planned with one stage on each worker (ZB), and with two as a V (ZB-V).
 """
 
 import itertools
@@ -19,14 +16,14 @@ from slipstream.planner.plan import plan_job
 
 PUBLISHED = Path(__file__).with_name("published_curves.json")
 SAME = 5e-5
-"""Difference of bubbles up to which two plans count as equally good.
-
-Published ones have six digits.
-"""
+"""Difference up to which two bubbles count as equal; published ones have six digits."""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times and memory of a job, and the published bubble for each memory."""
+    """Times and memory of a job, with the published bubble for each of `Settings.memory`.
+
+    Times are in microseconds, of one of the two stages of a V; memory is in any unit.
+    """
 
     workers: int
     microbatches: int
@@ -41,10 +38,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a file, and the memory for which each is planned.
-
-    Memory is in multiples of that of 1F1B.
-    """
+    """Jobs with published bubbles, and the memory to plan each with, in multiples of 1F1B's."""
 
     memory: tuple[float, ...]
     settings: tuple[Setting, ...]
@@ -57,7 +51,7 @@ _SETTINGS = msgspec.json.Decoder(Settings)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One job to plan, and the bubble to compare its plan with."""
+    """One job to plan with a given memory, and the published bubble to compare with."""
 
     name: str
     placement: str
@@ -67,7 +61,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def work(self) -> float:
-        """Work of each worker in an iteration, in microseconds."""
+        """Microseconds of work of each worker in an iteration."""
         setting = self.setting
         times = setting.forward + setting.backward_input + setting.backward_weight
         return 2 * times * setting.microbatches
@@ -75,21 +69,34 @@ class Point(msgspec.Struct, frozen=True):
     def make_job(self) -> Job:
         """Return the job of this point, in microseconds."""
         setting = self.setting
+        # Published times are of one of the two stages of a V; a single stage takes twice as long.
         chunks = 2 if self.placement == "V" else 1
         tables = {
-            "pipelines": 1, "stages": setting.workers, "microbatches": setting.microbatches,
-            "time": {"forward": setting.forward * 2 / chunks, "transfer": setting.transfer,
-                     "backward_input": setting.backward_input * 2 / chunks,
-                     "backward_weight": setting.backward_weight * 2 / chunks},
-            "memory": {"capacity": int(chunks * self.memory * setting.workers * setting.activation),
-                       "activation": setting.activation, "weight_stash": setting.weight_stash}}
+            "pipelines": 1,
+            "stages": setting.workers,
+            "microbatches": setting.microbatches,
+            "time": {
+                "forward": setting.forward * 2 / chunks,
+                "transfer": setting.transfer,
+                "backward_input": setting.backward_input * 2 / chunks,
+                "backward_weight": setting.backward_weight * 2 / chunks,
+            },
+            "memory": {
+                "capacity": int(chunks * self.memory * setting.workers * setting.activation),
+                "activation": setting.activation,
+                "weight_stash": setting.weight_stash,
+            },
+        }
         if chunks == 2:
             tables["placement"] = {"order": "v", "chunks": chunks}
         return parse_job(job_text(tables, {}))
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Bubble of the plan of a point, its bound, and processor seconds."""
+    """Bubble of a plan, lower bound on any plan's bubble, and processor seconds of planning.
+
+    A bubble is the share of the period in which a worker is idle.
+    """
 
     bubble: float
     bound: float
@@ -97,7 +104,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def iterate_points(settings: Settings) -> Iterator[Point]:
-    """Yield the points of all settings, by setting, placement and memory."""
+    """Yield a point for every combination of setting, placement and amount of memory."""
     for setting, placement in itertools.product(settings.settings, ("ZB", "V")):
         published = setting.v if placement == "V" else setting.one_stage
         for memory, bubble in itertools.zip_longest(settings.memory, published):
@@ -106,9 +113,10 @@ def iterate_points(settings: Settings) -> Iterator[Point]:
 
 
 def measure(point: Point, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
-    """Plan a point, and return its bubble.
+    """Plan the job of a point; return its bubble, the bound, and the planning seconds.
 
-    It is the share of the period in which a worker is idle.
+    The search takes `time_limit` seconds or, if given, `steps` steps. Raises NoPlanError if no
+    schedule is found, JobError if the limit is too short.
     """
     return measure_job(point.make_job(), point.work, time_limit=time_limit, steps=steps)
 
@@ -116,9 +124,11 @@ def measure(point: Point, *, time_limit: float = 10.0, steps: int | None = None)
 def measure_job(
     job: Job, work: float, *, time_limit: float = 10.0, steps: int | None = None
 ) -> Result:
-    """Plan a job whose workers each have this work in an iteration.
+    """Plan a job; return its bubble, the bound, and the planning seconds.
 
-    The work is in the job's unit of time.
+    Each worker has `work`, in the job's unit of time, in an iteration. The search takes
+    `time_limit` seconds or, if given, `steps` steps. Raises NoPlanError if no schedule is found,
+    JobError if the limit is too short.
     """
     began = time.process_time()
     plan = plan_job(job, time_limit=time_limit, steps=steps)
@@ -129,7 +139,11 @@ def measure_job(
 
 
 def describe(point: Point, result: Result) -> str:
-    """Return the word for how a plan compares with the published one."""
+    """Return a word for how a plan compares with the published bubble.
+
+    The word is "ahead" or "behind"; otherwise "proven" if no plan can be better, else "equal". It
+    is empty if no bubble is published and nothing is proven.
+    """
     if point.published is None:
         return "proven" if result.bubble <= result.bound + SAME else ""
     if result.bubble > point.published + SAME:
@@ -140,5 +154,8 @@ def describe(point: Point, result: Result) -> str:
 
 
 def read_settings(path: Path = PUBLISHED) -> Settings:
-    """Read a file of settings, such as the published ones."""
+    """Read a file of settings, such as the published ones.
+
+    Raises OSError if it cannot be read, msgspec.DecodeError if it has another form.
+    """
     return _SETTINGS.decode(path.read_bytes())

@@ -13,50 +13,49 @@ from slipstream.schedules.memory import CHANGING_AT_START, memory_change
 from slipstream.schedules.schedule import OpKind
 
 
-class Op(NamedTuple):
-    """Op of a micro-batch at a virtual stage.
-
-    F, I, W, or B, which is I and then W.
-    """
+class OrderedOp(NamedTuple):
+    """Op of a micro-batch at a virtual stage. Its kind is F, I, W, or B (I, then W)."""
 
     kind: str
     stage: int
     microbatch: int
 
 
-Orders = list[list[Op]]
+Orders = list[list[OrderedOp]]
 """Ops of each worker of one pipeline in order, [workers][ops]."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Orders:
-    """Return each worker's ops, in order, in 1F1B (PipeDream-flush; Narayanan et al.
+    """Return each worker's ops, in order, in 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 
-    2021, arXiv 2104.04473).
+    Another name of it is PipeDream-flush.
     """
     orders = []
     for worker in range(stages):
         warmup = min(stages - worker - 1, microbatches)
-        ops = [Op("F", worker, number) for number in range(warmup)]
+        ops = [OrderedOp("F", worker, number) for number in range(warmup)]
         for number in range(microbatches):
             if number + warmup < microbatches:
-                ops.append(Op("F", worker, number + warmup))
-            ops.append(Op("B", worker, number))
+                ops.append(OrderedOp("F", worker, number + warmup))
+            ops.append(OrderedOp("B", worker, number))
         orders.append(ops)
     return orders
 
 
 def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
-    """Return each worker's ops, in order, in interleaved 1F1B (Narayanan et al.
+    """Return each worker's ops, in order, in interleaved 1F1B (Narayanan et al. 2021).
 
-    2021) as Megatron-LM runs it, with `chunks` virtual stages on each of `stages` workers. The
+    The order is that of Megatron-LM, with `chunks` virtual stages on each of `stages` workers. The
     number of micro-batches must be a multiple of the number of workers.
     """
     total = microbatches * chunks
 
-    def make_op(kind: str, place: int, worker: int) -> Op:
+    def make_op(kind: str, place: int, worker: int) -> OrderedOp:
+        # Micro-batches go in groups of as many as there are workers, through one virtual stage
+        # after the other; backward, through the last one first.
         group, place_in_group = divmod(place, stages * chunks)
         chunk, number = divmod(place_in_group, stages)
-        return Op(
+        return OrderedOp(
             kind,
             (chunks - 1 - chunk if kind == "B" else chunk) * stages + worker,
             group * stages + number,
@@ -77,55 +76,51 @@ def interleaved_1f1b(stages: int, microbatches: int, chunks: int) -> Orders:
 def zero_bubble_h1(stages: int, microbatches: int) -> Orders:
     """Return each worker's ops, in order, in ZB-H1 (Qi et al. 2023, arXiv 2401.10241).
 
-    It is 1F1B, but worker n, counted from 0, runs each W only after the I of n further
-    micro-batches, so that memory is that of 1F1B.
+    The order is that of 1F1B, but worker n, counted from 0, runs each W only after the I of n
+    further micro-batches, so that memory is that of 1F1B.
     """
     orders = []
     for worker in range(stages):
+        # The later a worker, the fewer micro-batches it warms up with: it may delay more W.
         warmup, lag = min(stages - worker - 1, microbatches), worker
-        ops = [Op("F", worker, number) for number in range(warmup)]
+        ops = [OrderedOp("F", worker, number) for number in range(warmup)]
         for number in range(microbatches):
             if number + warmup < microbatches:
-                ops.append(Op("F", worker, number + warmup))
-            ops.append(Op("I", worker, number))
+                ops.append(OrderedOp("F", worker, number + warmup))
+            ops.append(OrderedOp("I", worker, number))
             if number >= lag:
-                ops.append(Op("W", worker, number - lag))
+                ops.append(OrderedOp("W", worker, number - lag))
         ops += [
-            Op("W", worker, number) for number in range(max(0, microbatches - lag), microbatches)
+            OrderedOp("W", worker, number)
+            for number in range(max(0, microbatches - lag), microbatches)
         ]
         orders.append(ops)
     return orders
 
 
 class _OpSequence:
-    """Builder of one worker's sequence of ops.
+    """Builder of a worker's sequence of ops, which numbers micro-batches by op and stage.
 
-    It numbers the micro-batches of each kind of op at each virtual stage consecutively.
+    Numbers count from 0, or from the stage's value in `offset`.
     """
 
     def __init__(self, offset: Mapping[int, int] | None = None) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[OrderedOp] = []
         self._next: dict[tuple[str, int], int] = {}
         self._offset = offset or {}
 
     def add(self, kinds: str, stage: int) -> None:
-        """Append one op for each kind in `kinds`, such as `FB`, at a virtual stage.
-
-        Each has the next micro-batch of its kind. B counts as one I and one W, whose next
-        micro-batch must be the same.
-        """
+        """Append one op for each kind in `kinds`, such as `FB`, at a virtual stage."""
         for kind in kinds:
+            # B is one I and one W, whose next micro-batch must be the same.
             parts = "IW" if kind == "B" else kind
             numbers = [self._next.get((part, stage), self._offset.get(stage, 0)) for part in parts]
-            self.ops.append(Op(kind, stage, numbers[0]))
+            self.ops.append(OrderedOp(kind, stage, numbers[0]))
             assert len(set(numbers)) == 1
             self._next |= {(part, stage): numbers[0] + 1 for part in parts}
 
     def count_ops(self, kind: str, stage: int) -> int:
-        """Return the number of ops of a kind that were appended at a virtual stage.
-
-        The kind is F, I or W; a B counts as I and as W.
-        """
+        """Return how many ops of a kind a virtual stage has. A B counts as I and as W."""
         return self._next.get((kind, stage), self._offset.get(stage, 0)) - self._offset.get(
             stage, 0
         )
@@ -140,13 +135,16 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
     orders = []
     for worker in range(stages):
         down, up, order = worker, 2 * stages - 1 - worker, _OpSequence()
+        # Warm-up: forwards down the V, then forwards up it as well.
         for _ in range(2 * (stages - worker) - 1):
             order.add("F", down)
         for _ in range(worker):
             order.add("F", up)
             order.add("F", down)
+        # The first micro-batches come back up the V.
         for _ in range(stages - worker):
             order.add("FIW", up)
+        # Steady state: one micro-batch down and one up in turn.
         while (
             order.count_ops("F", up) < order.count_ops("F", down)
             or order.count_ops("F", down) < microbatches
@@ -155,6 +153,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
                 order.add("F", down)
             order.add("IW", down)
             order.add("FIW", up)
+        # Drain: the last I come first, since others wait for them, then all W that are left.
         for _ in range(worker):
             order.add("I", down)
             order.add("I", up)
@@ -170,44 +169,51 @@ def zero_bubble_v(stages: int, microbatches: int) -> Orders:
 def dual_pipe(stages: int, microbatches: int) -> Orders:
     """Return each worker's ops, in order, in DualPipe (DeepSeek-V3, arXiv 2412.19437).
 
-    Micro-batches enter the pipeline from both ends. The order is built in the eight steps of its
-    authors. The number of workers, `stages`, must be even, with at least twice as many
-    micro-batches, divided evenly over both directions.
+    Micro-batches enter the pipeline from both ends. The number of workers, `stages`, must be even,
+    with at least twice as many micro-batches, divided evenly over both directions.
     """
     half, orders = microbatches // 2, []
     for worker in range(stages):
         # The first direction of a worker is that whose way begins at the nearer end.
         mirrored = worker >= stages // 2
         near = min(worker, stages - 1 - worker)
-        first, second = (worker, 2 * stages - 1 - worker)[::-1 if mirrored else 1]
+        first, second = (worker, 2 * stages - 1 - worker)[:: -1 if mirrored else 1]
         order = _OpSequence({stage: half for stage in (first, second) if stage >= stages})
         inner = stages // 2 - near - 1
+        # The eight steps of its authors. 1: forwards from the nearer end.
         for _ in range(2 * inner):
             order.add("F", first)
+        # 2: forwards from both ends.
         for _ in range(near + 1):
             order.add("F", first)
             order.add("F", second)
+        # 3: the other direction comes back, and its W fill the bubbles.
         for _ in range(inner):
             order.add("IW", second)
             order.add("F", second)
+        # 4: steady state, one F and one B of each direction in turn.
         for _ in range(half - stages + near + 1):
             order.add("F", first)
             order.add("B", second)
             order.add("F", second)
             order.add("B", first)
+        # 5: the last forwards of the other direction.
         delayed_weights: list[int] = []
         for _ in range(inner):
             order.add("B", second)
             order.add("F", second)
             order.add("B", first)
+        # 6: only backwards are left; from the middle on, their W are delayed.
         for step in range(2 * (near + 1)):
             stage, split = (second, first)[step % 2], step > near
             order.add("I" if split else "B", stage)
             delayed_weights += [stage] * split
+        # 7: delayed W fill the bubbles between I.
         for _ in range(inner):
             order.add("W", delayed_weights.pop(0))
             order.add("I", first)
             delayed_weights.append(first)
+        # 8: the rest of the W.
         for stage in delayed_weights:
             order.add("W", stage)
         orders.append(order.ops)
@@ -218,10 +224,7 @@ def dual_pipe(stages: int, microbatches: int) -> Orders:
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Times and memory of the ops of each virtual stage, in any units.
-
-    One value per stage.
-    """
+    """Times and memory of ops, in any units; lists have one value per virtual stage."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -243,16 +246,17 @@ class SimulatedRun(NamedTuple):
 
 
 def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
-    """Simulate an iteration, and return its length and each worker's peak activation memory.
+    """Simulate an iteration; return its length and each worker's peak activation memory.
 
-    None if the ops wait for each other in a circle. The argument `orders` has each worker's ops, in
+    None if ops wait for each other in a circle. The argument `orders` has each worker's ops, in
     order, and `costs` the times and memory of the ops of each stage. An op runs as soon as its
     worker is free and its inputs have arrived.
     """
     worker_of = {op.stage: worker for worker, ops in enumerate(orders) for op in ops}
-    ends: dict[Op, float] = {}
+    ends: dict[OrderedOp, float] = {}
     next_index, free_at = [0] * len(orders), [0.0] * len(orders)
     events: list[list[tuple[float, float]]] = [[] for _ in orders]
+    # Each worker runs on as long as the inputs of its next op are known, until no worker can.
     has_progress = True
     while has_progress:
         has_progress = False
@@ -266,8 +270,14 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
                 end = begin + _op_seconds(op, costs)
                 ends[op._replace(kind="I") if op.kind == "B" else op] = end
                 kind = OpKind(op.kind)
-                events[worker].append((begin if kind in CHANGING_AT_START else end, memory_change(
-                    kind, costs.activation[op.stage], costs.weight_stash[op.stage])))
+                events[worker].append(
+                    (
+                        begin if kind in CHANGING_AT_START else end,
+                        memory_change(
+                            kind, costs.activation[op.stage], costs.weight_stash[op.stage]
+                        ),
+                    )
+                )
                 free_at[worker] = end
                 next_index[worker] += 1
                 has_progress = True
@@ -277,13 +287,9 @@ def simulate(orders: Orders, costs: StageCosts) -> SimulatedRun | None:
 
 
 def _earliest_start(
-    op: Op, ends: Mapping[Op, float], worker_of: Mapping[int, int], costs: StageCosts
+    op: OrderedOp, ends: Mapping[OrderedOp, float], worker_of: Mapping[int, int], costs: StageCosts
 ) -> float | None:
-    """Return the time at which the inputs of an op are available.
-
-    Transfers are included. None if the ops that make the inputs have not run yet. The argument
-    `ends` has the end of each op that has run, and `worker_of` the worker of each virtual stage.
-    """
+    """Return when an op's inputs have arrived; None if they are not made yet."""
     place = op.stage % costs.depth
     if op.kind == "W":
         return ends.get(op._replace(kind="I"))
@@ -291,18 +297,23 @@ def _earliest_start(
         if not place:
             return 0.0
         source = op._replace(stage=op.stage - 1)
+    # On the last stage, I follows the op's own F.
     elif place == costs.depth - 1:
         return ends.get(op._replace(kind="F"))
     else:
-        source = Op("I", op.stage + 1, op.microbatch)
+        source = OrderedOp("I", op.stage + 1, op.microbatch)
     end = ends.get(source)
     hop = costs.transfer if worker_of[source.stage] != worker_of[op.stage] else 0.0
     return None if end is None else end + hop
 
 
-def _op_seconds(op: Op, costs: StageCosts) -> float:
-    parts = {"F": (costs.forward,), "I": (costs.backward_input,), "W": (costs.backward_weight,),
-             "B": (costs.backward_input, costs.backward_weight)}[op.kind]
+def _op_seconds(op: OrderedOp, costs: StageCosts) -> float:
+    parts = {
+        "F": (costs.forward,),
+        "I": (costs.backward_input,),
+        "W": (costs.backward_weight,),
+        "B": (costs.backward_input, costs.backward_weight),
+    }[op.kind]
     return sum(part[op.stage] for part in parts)
 
 

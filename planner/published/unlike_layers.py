@@ -1,10 +1,9 @@
-"""Compare Slipstream's schedules with published ones on models of unequal layers, at their best
-divisions.
+"""Compare Slipstream's schedules with published ones on models of unequal layers.
 
-Published schedules run their published order; Slipstream's is found by `planner.placement`. All
-have the same memory: no worker may hold more than the fullest one of interleaved 1F1B with uniform
-stages, weights included. An iteration lasts from its first op to its last, as AdaPtis counts it, as
-if all workers stepped together.
+Each schedule has its best division of the layers. Published schedules run their published order;
+Slipstream's is found by `planner.placement`. All have the same memory: no worker may hold more than
+the fullest one of interleaved 1F1B with uniform stages, weights included. An iteration lasts from
+its first op to its last, as AdaPtis counts it, as if all workers stepped together.
 """
 
 import operator
@@ -27,7 +26,7 @@ from slipstream.planner.published.orders import Orders, StageCosts
 from slipstream.schedules.schedule import OptimizerMode, Worker
 
 PLAN_SECONDS = 2.0
-"""Time limit of each search, in seconds of a fixed number of search steps each."""
+"""Time limit of each search, in seconds of a fixed number of search steps."""
 TRIED_DIVISIONS = 200
 """Number of divisions of the layers that are tried for each published schedule."""
 CHUNKS = (2, 3, 4)
@@ -57,9 +56,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
     """Placement of the virtual stages, as a value of `[placement] order`."""
     chunks: int = 1
     made: Callable[[int, int, int], Orders]
-    """Function that builds the orders for numbers of workers, micro-batches and virtual stages per
-    worker.
-    """
+    """Function (workers, micro-batches, virtual stages per worker) that builds the orders."""
 
 
 RIVALS = (
@@ -98,10 +95,7 @@ NAMES = tuple(dict.fromkeys(rival.name for rival in RIVALS))
 
 
 class DividedPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule with a division of the layers, its iteration time, and its memory.
-
-    Seconds.
-    """
+    """Schedule with a division of the layers, its seconds per iteration, and its memory."""
 
     arrangement: Arrangement
     seconds: float
@@ -132,23 +126,25 @@ class ModelBenchmark:
                 counts = self.uniform(self.workers * rival.chunks)
                 pipeline = self._simulate_division(rival, counts)
                 interleaved += [pipeline] if pipeline else []
-        self.room = min(interleaved, key=lambda pipeline: pipeline.seconds).megabytes
+        self.memory = min(interleaved, key=lambda pipeline: pipeline.seconds).megabytes
 
     def uniform(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage in a uniform division over `stages` stages.
+        """Return the number of layers of each of `stages` stages in a uniform division.
 
         The layers between embedding and head are divided evenly, with one more in the first stages
         if necessary. The embedding belongs to the first stage, the head to the last one.
         """
+        if stages in (1, self.layers):
+            return (self.layers // stages,) * stages
         inner = self.layers - 2
         counts = [inner // stages + (stage < inner % stages) for stage in range(stages)]
-        return (counts[0] + 1, *counts[1:-1], counts[-1] + 1) if stages > 1 else (self.layers,)
+        return (counts[0] + 1, *counts[1:-1], counts[-1] + 1)
 
     def find_best(self, name: str, *, divided: bool) -> DividedPipeline | None:
-        """Return the published schedule of this name with its best division.
+        """Return the published schedule of this name, such as "ZB-V", in its best division.
 
-        A name is such as "ZB-V". None if no division fits into memory. Only uniform divisions are
-        tried unless `divided`.
+        None if no division fits into memory, or the model has fewer layers than virtual stages.
+        Without `divided`, only the uniform division is tried.
         """
         candidates = []
         for pipeline in RIVALS:
@@ -163,21 +159,20 @@ class ModelBenchmark:
         fitting = [
             pipeline
             for pipeline in candidates
-            if pipeline and pipeline.megabytes <= self.room * (1 + 1e-9)
+            if pipeline and pipeline.megabytes <= self.memory * (1 + 1e-9)
         ]
         return min(fitting, key=lambda pipeline: pipeline.seconds, default=None)
 
     def _simulate_division(self, rival: Rival, counts: Sequence[int]) -> DividedPipeline | None:
-        """Simulate the published schedule `rival` with `counts` layers in its stages.
-
-        None if its ops deadlock.
-        """
+        """Simulate the schedule `rival` with `counts` layers by stage; None: its ops deadlock."""
         arrangement = Arrangement(order=rival.order, chunks=rival.chunks, counts=tuple(counts))
+        # Costs of each virtual stage; with two directions, those of the second follow.
         edges = [0, *arrangement.layer_ends]
         directions = arrangement.chains
         stages = {}
         for key, sums in self._sums.items():
             stages[key] = [sums[end] - sums[first] for first, end in pairwise(edges)] * directions
+        # Weights of all virtual stages that a worker has.
         weights = [0.0] * self.workers
         columns = arrangement.stage_columns(self.workers)
         columns = (*columns, *columns[::-1]) if directions > 1 else columns
@@ -205,25 +200,20 @@ class ModelBenchmark:
     def _search_divisions(
         self, rival: Rival, uniform: DividedPipeline | None
     ) -> DividedPipeline | None:
-        """Return the published schedule `rival` with the best division of a random local search.
+        """Return `rival` with the best division that a random local search finds.
 
-        None if its ops deadlock. The best division is that with the fastest iteration of those that
-        fit into memory; if none fits, that which exceeds the memory least. The search moves one
-        layer at a time. It starts from the better of two: `uniform`, the schedule with a uniform
-        division (None: its ops deadlock), and the division whose busiest worker has the least work.
+        It exceeds `memory` if no division that is tried fits. The search starts from
+        `uniform` or from a balanced division; None if both deadlock.
         """
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
-            """Return a sort key for simulated schedules that puts the best first.
-
-            Memory above the limit comes first, then seconds of an iteration; those with a deadlock
-            (None) are last.
-            """
+            """Return a sort key: memory above the limit, then seconds. Deadlock (None) is last."""
             if not division:
                 return 1e18, 0.0
-            return max(0.0, division.megabytes - self.room * (1 + 1e-9)), division.seconds
+            return max(0.0, division.megabytes - self.memory * (1 + 1e-9)), division.seconds
 
+        # Start from the uniform division, or the one whose busiest worker has the least work.
         starts = [
             uniform,
             self._simulate_division(
@@ -232,8 +222,9 @@ class ModelBenchmark:
         ]
         best = min(starts, key=rank)
         for _ in range(TRIED_DIVISIONS):
-            if best is None:
-                return None
+            # With one stage, or one layer in each, no layer can move.
+            if best is None or len(best.arrangement.counts) in (1, self.layers):
+                return best
             # Move a layer from a stage that has several to one at most two stages away.
             counts = list(best.arrangement.counts)
             donor = generator.choice([stage for stage, count in enumerate(counts) if count > 1])
@@ -250,28 +241,26 @@ class ModelBenchmark:
         return best
 
     def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """Return the job of an `arrangement`, with this many pipelines.
-
-        Its virtual stages are placed and divided accordingly.
-        """
+        """Return the job whose stages are placed and divided as in `arrangement`."""
         text = make_job(
-            self.model, self.uniform(self.workers), self.microbatches, pipelines, self.room
+            self.model, self.uniform(self.workers), self.microbatches, pipelines, self.memory
         )
         return parse_job(MovableLayers(text).arranged_job_text(arrangement))
 
     def find_own_placement(self, optimizer: OptimizerMode) -> FoundPlacement:
-        """Return the placement and division of layers that `planner.placement` finds for this
-        optimizer mode.
+        """Return the placement and division of layers that Slipstream's planner finds.
+
+        Raises NoPlanError if nothing fits.
         """
-        text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.room)
+        text = make_job(self.model, self.uniform(self.workers), self.microbatches, 1, self.memory)
         return find_placement(text, _plan_options(optimizer))
 
     def share_lost_at_once(self, arrangement: Arrangement) -> float | None:
         """Return the share of its throughput that a job loses when one worker dies.
 
-        The job has `PIPELINES` pipelines, and layers stay in place. Stages are placed and divided
-        as in `arrangement`; Slipstream's planner finds the order of the ops. Returns None if there
-        is no plan.
+        Stages are placed and divided as in `arrangement`, and layers stay in place; Slipstream's
+        planner finds the order of the ops. The job has `PIPELINES` pipelines. None if there is no
+        plan.
         """
         job = self.build_job(arrangement, PIPELINES)
         try:
@@ -290,37 +279,25 @@ def _plan_options(optimizer: OptimizerMode, *, greedy: bool = False) -> PlanOpti
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of an iteration of all schedules on one model (`compare_model`).
-
-    It also has the share of throughput that the death of a worker costs.
-    """
+    """Results of all schedules on one model, as `compare_model` finds them."""
 
     uniform: dict[str, DividedPipeline | None]
-    """Published schedules with uniform stages, by name; None where `find_best` finds none."""
+    """Published schedules with uniform stages, by name. None if one does not fit."""
     divided: dict[str, DividedPipeline | None]
-    """Published schedules with their best division, by name; None where `find_best` finds none."""
+    """Published schedules with their best division, by name. None if no division fits."""
     ours: DividedPipeline
     bound: float
     """Lower bound on the seconds of an iteration with any placement of the layers."""
     staggered: float
-    """Seconds of an iteration if each worker runs its optimizer step by itself.
-
-    The placement is Slipstream's best one for that.
-    """
+    """Seconds of Slipstream's iteration with a staggered optimizer, best placed for it."""
     dead: float | None
-    """Share of the throughput that is lost when a worker dies in Slipstream's placement.
-
-    Layers stay in place. None: no plan.
-    """
+    """Share of throughput lost when a worker dies in Slipstream's placement. None: no plan."""
     dead_of_best: float | None
-    """Share of the throughput that is lost likewise in the best published placement."""
+    """Share of throughput lost likewise in the best published placement. None: no plan."""
 
     @property
     def base(self) -> float:
-        """Seconds of an iteration of interleaved 1F1B with uniform stages.
-
-        Its memory is the limit for all compared schedules.
-        """
+        """Seconds of interleaved 1F1B's iteration with uniform stages, to compare others with."""
         found = self.uniform["interleaved 1F1B"]
         assert found is not None
         return found.seconds
@@ -333,8 +310,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Simulate all published schedules on one model, plan Slipstream's own, and return the results.
-    """
+    """Simulate all published schedules on one model, plan our own, and return the results."""
     bench = ModelBenchmark(model)
     uniform = {name: bench.find_best(name, divided=False) for name in NAMES}
     divided = {name: bench.find_best(name, divided=True) for name in NAMES}
@@ -346,7 +322,7 @@ def compare_model(model: MeasuredModel) -> ModelResult:
         divided=divided,
         staggered=staggered.plan.period,
         ours=DividedPipeline(
-            arrangement=ours.arrangement, seconds=ours.plan.period, megabytes=bench.room
+            arrangement=ours.arrangement, seconds=ours.plan.period, megabytes=bench.memory
         ),
         bound=schedule.seconds(schedule.lower_bound_ticks),
         dead=bench.share_lost_at_once(ours.arrangement),

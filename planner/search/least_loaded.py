@@ -17,47 +17,65 @@ from slipstream.schedules.schedule import Worker
 
 
 class Turn(NamedTuple):
-    """Worker that may take the next micro-batch of a group of stages."""
+    """Worker that may take the next micro-batch at some stages; the least turn takes it."""
 
     finish: float
-    """Ticks that it would then have to run."""
+    """Ticks of work that the worker would then have in all."""
     number: int
-    """Its turn among those who would finish at the same time."""
+    """Rank of the worker among those with equal `finish`."""
     worker: Worker
 
 
 NOBODY = Turn(math.inf, 0, Worker(-1, -1))
-"""Turn where no worker has room at all stages."""
+"""Turn that is returned if no worker may run all stages."""
 
 
 def assign_least_loaded(
-    problem: Problem, rerouted: Mapping[int, Sequence[Unit]], lost: Sequence[int],
-    own: Mapping[Unit, Worker], hosts_of: Mapping[int, Sequence[Worker]]
+    problem: Problem,
+    rerouted: Mapping[int, Sequence[Unit]],
+    lost: Sequence[int],
+    assigned: Mapping[Unit, Worker],
+    hosts_of: Mapping[int, Sequence[Worker]],
 ) -> dict[Unit, Worker]:
-    """Assign each re-routed unit to the host of its stage that would finish first.
+    """Assign each re-routed unit to the host that would then have the least work.
 
-    All units of a micro-batch in a column go to one host while it has less than the mean; the last
-    ones are divided. The units in `own` have their workers already, `rerouted` has the others and
-    `hosts_of` their possible workers, by stage; `lost` has the number of dead workers by pipeline.
+    All units of a micro-batch in a column go to one host, or one by one if this host would then
+    have more work than the mean.
+
+    Parameters
+    ----------
+    problem
+        Problem whose units are assigned.
+    rerouted
+        Units without a worker, by stage.
+    lost
+        Number of dead workers, by pipeline.
+    assigned
+        Workers of the other units.
+    hosts_of
+        Possible workers of re-routed units, by stage.
     """
     loads, hosts = _Loads(problem, lost, hosts_of), dict[Unit, Worker]()
-    for (stage, worker), count in Counter(
-            (unit.slice, worker) for unit, worker in own.items()).items():
+    # What workers run already.
+    counts = Counter((unit.slice, worker) for unit, worker in assigned.items())
+    for (stage, worker), count in counts.items():
         loads.add((stage,), worker, count)
+    # Column by column, as its workers hold all of its stages.
     by_column = defaultdict[int, list[Unit]](list)
     for stage, units in rerouted.items():
         by_column[problem.reduction_root[problem.column_of[stage]]] += units
     for units in by_column.values():
         mean = loads.mean_with(units)
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline, unit.slice))
-        for _, group in itertools.groupby(
-                units, key=lambda unit: (unit.microbatch, unit.pipeline)):
+        for _, group in itertools.groupby(units, key=lambda unit: (unit.microbatch, unit.pipeline)):
             together = tuple(group)
-            fits = loads.find_first(_stages_of(together)).finish <= mean
-            for some in (together,) if fits else [(unit,) for unit in together]:
-                worker = loads.find_first(_stages_of(some)).worker
-                loads.add(_stages_of(some), worker)
-                hosts |= dict.fromkeys(some, worker)
+            parts = [together]
+            if loads.find_first(_stages_of(together)).finish > mean:
+                parts = [(unit,) for unit in together]
+            for part in parts:
+                worker = loads.find_first(_stages_of(part)).worker
+                loads.add(_stages_of(part), worker)
+                hosts |= dict.fromkeys(part, worker)
     return hosts
 
 
@@ -66,30 +84,33 @@ def _stages_of(units: Sequence[Unit]) -> tuple[int, ...]:
 
 
 class _Loads:
-    """Ticks that each worker has to run for the units that it has so far."""
+    """Ticks of work of each worker, for the units that it has so far."""
 
-    def __init__(self, problem: Problem, lost: Sequence[int],
-                 hosts_of: Mapping[int, Sequence[Worker]]) -> None:
+    def __init__(
+        self, problem: Problem, lost: Sequence[int], hosts_of: Mapping[int, Sequence[Worker]]
+    ) -> None:
         self._problem, self._lost, self._hosts_of = problem, lost, hosts_of
         self._ticks = Counter[Worker]()
         self._turns: dict[tuple[int, ...], list[Turn]] = {}
 
     def add(self, stages: tuple[int, ...], worker: Worker, count: int = 1) -> None:
-        """Give `count` micro-batches at these stages to a worker."""
         self._ticks[worker] += count * self._work(stages, worker)
 
     def mean_with(self, units: Sequence[Unit]) -> Fraction:
-        """Return the mean ticks of the holders of some units if they run these, too."""
+        """Return the mean ticks of work of the units' hosts, these units added."""
         stages = {unit.slice for unit in units}
         holders = {worker for stage in stages for worker in self._hosts_of[stage]}
-        more = sum(self._problem.usual_ticks(kind, unit.slice)
-                   for unit in units for kind in self._problem.op_kinds)
+        more = sum(
+            self._problem.usual_ticks(kind, unit.slice)
+            for unit in units
+            for kind in self._problem.op_kinds
+        )
         return Fraction(sum(self._ticks[worker] for worker in holders) + more, len(holders))
 
     def find_first(self, stages: tuple[int, ...]) -> Turn:
-        """Return who would finish a micro-batch at these stages first."""
         if stages not in self._turns:
             self._turns[stages] = self._make_turns(stages)
+        # Loads only grow: a turn is renewed when it comes first, and moves back if it has changed.
         turns = self._turns[stages]
         while turns:
             first = turns[0]
@@ -100,14 +121,20 @@ class _Loads:
         return NOBODY
 
     def _make_turns(self, stages: tuple[int, ...]) -> list[Turn]:
-        """Return a heap of the workers that have room at all these stages."""
+        # Of equal loads, first a worker whose pipeline has lost fewest: those of broken pipelines,
+        # whose micro-batches wait for peers, should have time to spare.
         hosts = set.intersection(*(set(self._hosts_of[stage]) for stage in stages))
         order = sorted(hosts, key=lambda worker: (self._lost[worker.pipeline], worker))
-        turns = [Turn(self._ticks[worker] + self._work(stages, worker), number, worker)
-                 for number, worker in enumerate(order)]
+        turns = [
+            Turn(self._ticks[worker] + self._work(stages, worker), number, worker)
+            for number, worker in enumerate(order)
+        ]
         heapq.heapify(turns)
         return turns
 
     def _work(self, stages: tuple[int, ...], worker: Worker) -> int:
-        return sum(self._problem.op_ticks(kind, stage, worker)
-                   for stage in stages for kind in self._problem.op_kinds)
+        return sum(
+            self._problem.op_ticks(kind, stage, worker)
+            for stage in stages
+            for kind in self._problem.op_kinds
+        )

@@ -1,4 +1,4 @@
-"""Make list schedules of a problem: assignment rules, dispatch rules, compiled scheduler."""
+"""Make list schedules of a problem: choose hosts, reserve memory, dispatch ops."""
 
 import heapq
 import math
@@ -17,8 +17,8 @@ from slipstream.planner.loops import kernel_loops
 from slipstream.planner.model.arrays import Ints, ProblemArrays, Solution, to_ints
 from slipstream.planner.model.bounds import lower_bound, window_bound
 from slipstream.planner.model.memory import (
+    activation_capacity,
     activation_memory,
-    activation_room,
     min_room,
     peak_slice_memory,
     stash_memory,
@@ -29,7 +29,7 @@ from slipstream.planner.search.least_loaded import assign_least_loaded
 from slipstream.schedules.memory import memory_change
 from slipstream.schedules.schedule import OpKind, Worker
 
-# --- Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is timed --------------
+# --- Assignment: who runs the micro-batches of dead and of slow workers, chosen before anything is
 
 
 AssignmentRule = Literal["least-loaded", "spread", "round-robin", "by-speed"]
@@ -37,32 +37,38 @@ ASSIGNMENT_RULES: tuple[AssignmentRule, ...] = get_args(AssignmentRule)
 
 
 def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
-    """Return the worker of each unit: the layout's, its own, or a peer by `rule`.
+    """Return each unit's worker: the layout's, its own, or a peer chosen by `rule`.
 
-    Its own is that of the micro-batch's pipeline, if alive and with room; peers take units in turn,
-    the least loaded first, or spread over stages (`ASSIGNMENT_RULES`). The rule "by-speed" may also
-    move micro-batches away from live workers: see `_assign_by_speed`. Raises StuckError if no
-    worker in a stage's column has room.
+    A unit stays on the worker of its micro-batch's pipeline if that worker is alive and has room.
+    Other units go to peers: in turn ("round-robin"), to the least loaded ("least-loaded"), or to
+    those with time to spare ("spread"). The rule "by-speed" evens out loads, and may also take
+    micro-batches from live workers. Raises StuckError if no live worker of a stage has room for a
+    micro-batch.
     """
     if problem.assigned:
-        return {Unit(number, *batch): worker for batch, route in problem.routes.items() for number, worker in route}
+        return {
+            Unit(number, *batch): worker
+            for batch, route in problem.routes.items()
+            for number, worker in route
+        }
     if rule == "by-speed":
         return _assign_by_speed(problem)
+    # Units whose pipeline's worker is alive, with room, stay there.
     hosts: dict[Unit, Worker] = {}
     rerouted: dict[int, list[Unit]] = {}
     for stage in range(len(problem.grid.stages)):
         roomy = set(_roomy_hosts(problem, stage))
-        for pipeline, count in enumerate(problem.grid.microbatches):
-            units = [Unit(stage, pipeline, microbatch) for microbatch in range(count)
-                     if stage in problem.grid.stages_of_microbatch(microbatch)]
-            own = problem.home_worker(stage, pipeline)
-            if own in roomy:
-                hosts.update(dict.fromkeys(units, own))
+        for pipeline in range(problem.grid.pipelines):
+            units = _units_of_pipeline(problem, stage, pipeline)
+            home = problem.home_worker(stage, pipeline)
+            if home in roomy:
+                hosts.update(dict.fromkeys(units, home))
             elif units:
                 rerouted.setdefault(stage, []).extend(units)
     for units in rerouted.values():
         # Sorted by micro-batch, so that several pipelines share their peers evenly over time.
         units.sort(key=lambda unit: (unit.microbatch, unit.pipeline))
+    # The others go to peers.
     lost = _count_dead_workers(problem)
     if not all(hosts_in_column(problem, stage) for stage in rerouted):
         raise StuckError
@@ -75,108 +81,152 @@ def assign_hosts(problem: Problem, rule: AssignmentRule) -> dict[Unit, Worker]:
     return hosts
 
 
-def _roomy_hosts(problem: Problem, stage: int) -> Sequence[Worker]:
-    """Return the live workers that list schedules may use at a stage.
+def _units_of_pipeline(problem: Problem, stage: int, pipeline: int) -> list[Unit]:
+    return [
+        Unit(stage, pipeline, microbatch)
+        for microbatch in range(problem.grid.microbatches[pipeline])
+        if stage in problem.grid.stages_of_microbatch(microbatch)
+    ]
 
-    Those that have room only because a W takes no time are among them if there are no others: a
-    list schedule counts what such a W holds.
-    """
+
+def _roomy_hosts(problem: Problem, stage: int) -> Sequence[Worker]:
+    """Return a stage's hosts with room for a micro-batch; all hosts if there are none."""
+    # Those that have room only because a W takes no time are among them if there are no others: a
+    # list schedule counts what such a W holds.
     hosts = problem.hosts_by_slice[stage]
     needed = peak_slice_memory(problem, stage)
-    return [worker for worker in hosts if needed <= activation_room(problem, worker)] or hosts
+    return [worker for worker in hosts if needed <= activation_capacity(problem, worker)] or hosts
 
 
 def hosts_in_column(problem: Problem, stage: int) -> Sequence[Worker]:
-    """Return those of these workers that are in the column of a stage.
+    """Return the live workers in a stage's column that have room for a micro-batch.
 
-    If there are none, return those of the other column that holds it, if pipelines are
-    bidirectional.
+    If there are none and pipelines are bidirectional, the result has those of the other column that
+    holds the stage's layers.
     """
     hosts = _roomy_hosts(problem, stage)
     return [worker for worker in hosts if worker.column == problem.column_of[stage]] or hosts
 
 
 def _find_hosts(problem: Problem) -> Mapping[int, Sequence[Worker]]:
-    """Return the workers that may run re-routed units of each stage without a deadlock."""
+    """Return, by stage, the workers that may run its re-routed units without a deadlock."""
+    # Workers of the other direction's column may help, if both directions may run at once and they
+    # have the room that an F needs free.
     reserved = _reserve_by_column(problem)
     hosts: dict[int, Sequence[Worker]] = {}
     for stage in range(len(problem.grid.stages)):
         hosts[stage] = hosts_in_column(problem, stage)
         if not reserved.chains_in_turn:
-            hosts[stage] = [worker for worker in _roomy_hosts(problem, stage)
-                            if worker in hosts[stage]
-                            or activation_room(problem, worker) >= reserved.needed[stage]]
+            hosts[stage] = [
+                worker
+                for worker in _roomy_hosts(problem, stage)
+                if worker in hosts[stage]
+                or activation_capacity(problem, worker) >= reserved.needed[stage]
+            ]
     return hosts
 
 
 def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
-    """Distribute each stage's micro-batches over its workers by the longest load.
-
-    A worker keeps its own micro-batches up to the number that balances the loads. The others,
-    evenly spaced over the iteration, go to workers that should run more than their own, first to
-    pipelines that run the fewest micro-batches of others so far.
-    """
+    """Share each stage's micro-batches among its workers so that the longest load is least."""
+    # Micro-batches handed on go first to pipelines that run the fewest of others so far.
     hosts: dict[Unit, Worker] = {}
     foreign: Counter[int] = Counter()
     for stage in range(len(problem.grid.stages)):
         ticks_of, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
-        own = {pipeline: [Unit(stage, pipeline, microbatch) for microbatch in range(count)
-                          if stage in problem.grid.stages_of_microbatch(microbatch)]
-               for pipeline, count in enumerate(problem.grid.microbatches)}
-        free = _balance_counts(ticks_of, {host: len(own[host]) for host in ticks_of}, sum(map(len, own.values())))
+        units_of = [
+            _units_of_pipeline(problem, stage, pipeline)
+            for pipeline in range(problem.grid.pipelines)
+        ]
+        counts = {host: len(units_of[host]) for host in ticks_of}
+        # How many each worker is to run.
+        free = _balance_counts(ticks_of, counts, sum(map(len, units_of)))
+        # Each worker keeps as many of its own as it is to run; the others are evenly spaced.
         handed_on: list[Unit] = []
-        for pipeline, units in own.items():
-            leaving_indices = choose_evenly(len(units) - min(len(units), free.get(pipeline, 0)), len(units))
+        for pipeline, units in enumerate(units_of):
+            leaving_indices = choose_evenly(
+                len(units) - min(len(units), free.get(pipeline, 0)), len(units)
+            )
             handed_on += [unit for index, unit in enumerate(units) if index in leaving_indices]
             stay = [unit for index, unit in enumerate(units) if index not in leaving_indices]
             if pipeline in free:
                 hosts.update(dict.fromkeys(stay, host_of[pipeline]))
                 free[pipeline] -= len(stay)
+        # Those go to the workers that should run more.
         for unit in sorted(handed_on, key=lambda unit: (unit.microbatch, unit.pipeline)):
-            host = min((host for host in free if free[host]), key=lambda host: (foreign[host], -free[host], host))
+            host = min(
+                (host for host in free if free[host]),
+                key=lambda host: (foreign[host], -free[host], host),
+            )
             hosts[unit] = host_of[host]
             free[host] -= 1
             foreign[host] += 1
     return hosts
 
 
-def _balance_counts(price: Mapping[int, int], own: Mapping[int, int], total: int) -> dict[int, int]:
-    """Return, by pipeline, the number of `total` units that balances the loads."""
+def _balance_counts(
+    price: Mapping[int, int], present: Mapping[int, int], total: int
+) -> dict[int, int]:
+    """Return how many of `total` units each pipeline's worker runs, so that loads are even.
+
+    `price` has its ticks for a unit. `present` has its own units, which decide between equal loads.
+    """
+    # `price` has the ticks of a unit on the pipeline's worker, `present` its own units. Of equal
+    # loads, a pipeline goes first that has units of its own left.
     counts = dict.fromkeys(price, 0)
-    heap = [(price[host], own[host] < 1, host) for host in price]
+    heap = [(price[host], present[host] < 1, host) for host in price]
     heapq.heapify(heap)
     for _ in range(total):
         load, _, host = heap[0]
         counts[host] += 1
-        heapq.heapreplace(heap, (load + price[host], counts[host] + 1 > own[host], host))
+        heapq.heapreplace(heap, (load + price[host], counts[host] + 1 > present[host], host))
     return counts
 
 
 def _assign_round_robin(live: Sequence[Worker], units: list[Unit]) -> dict[Unit, Worker]:
-    """Assign units to the peers in `live` in turn: ReCycle's rule (SOSP 2024)."""
+    # ReCycle's rule (Gandhi et al., SOSP 2024).
     return {unit: live[index % len(live)] for index, unit in enumerate(units)}
 
 
-def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]) -> dict[Unit, Worker]:
-    """Assign units to peers whose pipelines run the fewest re-routed ones, if they have time.
+def _assign_spread(
+    problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]
+) -> dict[Unit, Worker]:
+    """Assign units to peers with time to spare, whose pipelines run the fewest re-routed ones.
 
-    Pipelines with dead workers come last: their micro-batches wait for peers, so their workers
-    should have time to spare. A peer has time for more than its share if another stage sets the
-    bound. The stages with the least spare time choose first.
+    `rerouted` has the units by stage, `lost` the number of dead workers of each pipeline.
     """
+    # Pipelines with dead workers come last: their micro-batches wait for peers, so their workers
+    # should have time to spare.
     bound = lower_bound(problem)
-    rerouted_to = [dead_count * count for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)]
+    rerouted_to = [
+        dead_count * count
+        for dead_count, count in zip(lost, problem.grid.microbatches, strict=True)
+    ]
     hosts: dict[Unit, Worker] = {}
-    windows = {stage: window_bound(problem, column) if problem.live_pipelines_by_column[column] else 0
-               for stage in rerouted for column in [problem.column_of[stage]]}
+    windows = dict.fromkeys(rerouted, 0)
+    for stage in rerouted:
+        column = problem.column_of[stage]
+        if problem.live_pipelines_by_column[column]:
+            windows[stage] = window_bound(problem, column)
+    # The stages with the least spare time choose first.
     for stage in sorted(rerouted, key=lambda stage: -windows[stage]):
+        # A peer has room up to an equal share, and what its stage has to spare below the bound.
         price, host_of = _ticks_by_pipeline(problem, stage), _host_by_pipeline(problem, stage)
         least = windows[stage]
         loads = {host: price[host] * problem.grid.microbatches[host] for host in price}
-        busiest = -(-(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price))
+        busiest = -(
+            -(sum(loads.values()) + len(rerouted[stage]) * max(price.values())) // len(price)
+        )
         room = max(bound - least, 0) + busiest
         for unit in rerouted[stage]:
-            host = min(price, key=lambda host: (loads[host] + price[host] > room, rerouted_to[host], loads[host], host))
+            host = min(
+                price,
+                key=lambda host: (
+                    loads[host] + price[host] > room,
+                    rerouted_to[host],
+                    loads[host],
+                    host,
+                ),
+            )
             hosts[unit] = host_of[host]
             loads[host] += price[host]
             rerouted_to[host] += 1
@@ -184,23 +234,23 @@ def _assign_spread(problem: Problem, rerouted: Mapping[int, list[Unit]], lost: S
 
 
 def _count_dead_workers(problem: Problem) -> list[int]:
-    """Return the number of dead workers of each pipeline."""
     here = Counter(pipeline for live in problem.live_pipelines_by_column for pipeline in live)
     return [problem.grid.columns - here[pipeline] for pipeline in range(problem.grid.pipelines)]
 
 
 def _ticks_by_pipeline(problem: Problem, stage: int) -> dict[int, int]:
-    """Return the ticks of a micro-batch's compute ops, by pipeline with a live worker here."""
-    return {pipeline: sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
-            for pipeline, host in _host_by_pipeline(problem, stage).items()}
+    """Return, by pipeline, the ticks of its live worker at a stage for a micro-batch."""
+    ticks = {}
+    for pipeline, host in _host_by_pipeline(problem, stage).items():
+        ticks[pipeline] = sum(problem.op_ticks(kind, stage, host) for kind in problem.op_kinds)
+    return ticks
 
 
 def _host_by_pipeline(problem: Problem, stage: int) -> dict[int, Worker]:
-    """Return the worker of each pipeline that may run this stage."""
     return {host.pipeline: host for host in hosts_in_column(problem, stage)}
 
 
-# --- The list scheduler -----------------------------------------------------------------------------------------------
+# --- The list scheduler ---------------------------------------------------------------------------
 
 
 ForwardOrder = Literal["deepest", "oldest"]
@@ -208,73 +258,82 @@ ReroutedTurn = Literal["in turn", "first", "last"]
 
 
 STEPS_PER_PLACE = 64
-"""Number of steps per place to which a place in the turn is rounded.
+"""Denominator to which fractions of a place in the turn are rounded.
 
 The turn is the order in which micro-batches go if nothing else decides.
 """
 MAX_CACHED_PRIORITIES = 32
-"""Largest number of arrays of priorities that a scheduler keeps for neighbouring rules."""
+"""Maximum number of arrays of priorities that a scheduler stores for similar rules."""
 Floats = NDArray[np.float64]
 
 
 class StuckError(Exception):
-    """Raised when micro-batches wait for each other's memory: workers hold too many layers."""
+    """Raised when micro-batches wait for each other's memory, so that no op can start."""
 
 
 class PlaceChange(NamedTuple):
-    """Change of a micro-batch's place in the turn."""
+    """Change of a micro-batch's place in the order in which micro-batches go."""
 
     pipeline: int
     microbatch: int
     places: float
-    """Number of places by which the micro-batch moves forward in the turn; negative: backward."""
+    """Number of places by which the micro-batch goes earlier; negative: later."""
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     """Rule by which a list scheduler decides which ready op a worker starts, if any.
 
-    Gradients come before forwards, and forwards before weight gradients; the fields decide the
-    rest. The turn is the order of micro-batches by age, those of several pipelines alternating.
-    `planner.search.list_search` tries many rules.
+    I and B come before F, and F before W; the fields decide the rest. The turn is the order of
+    micro-batches by age, those of several pipelines alternating. `planner.search.list_search` tries
+    many rules.
     """
 
     lookahead: float = 0.0
-    """Durations of a W: none starts if a more urgent op becomes ready within."""
-    forward_lookahead: float = 0.0
-    """Durations of an F: none starts if an I or B becomes ready within."""
-    fill_wait: tuple[int, ...] | None = None
-    """Ticks, by slice: no F starts if a first I or B becomes ready within.
+    """Time, in durations of a W, for which W wait for a more urgent op.
 
-    None: `forward_lookahead` decides before a worker's first I or B, too. An F that delays the
-    first gradient delays it at all earlier stages, where other ops must fill the time. Later there
-    are enough ops.
+    No W starts if such an op becomes ready within this time.
+    """
+    forward_lookahead: float = 0.0
+    """Time, in durations of an F, for which F wait for a gradient.
+
+    No F starts if an I or B becomes ready within this time.
+    """
+    fill_wait: tuple[int, ...] | None = None
+    """Ticks for which an F waits for its worker's first I or B, by slice.
+
+    None: `forward_lookahead` decides then, too. An F that delays the first gradient of a worker
+    delays it at all earlier stages, where few other ops are ready yet to fill the time.
     """
     advance: float = 0.0
-    """Factor on a longer route's extra time, by which F go before their turn."""
-    gradient_advance: float = 0.0
-    """Factor on a longer route's extra time, by which I, B and W go earlier."""
-    places: tuple[PlaceChange, ...] = ()
-    """Micro-batches whose F go before or after their turn, with places."""
-    gradient_places: tuple[PlaceChange, ...] = ()
-    """Micro-batches whose I, B and W go before or after their turn, with places."""
-    forward_order: ForwardOrder = "deepest"
-    """F that goes first: "oldest" prefers lower micro-batches, "deepest" those furthest along their
-    routes."""
-    in_flight: tuple[int, ...] | None = None
-    """Maximum of a worker's micro-batches between F and I's end, by slice; None: no limit.
+    """Factor on the places by which F of longer routes go before their turn.
 
-    Weight gradients can wait in memory that forwards do not take, and fill bubbles later.
+    With 1, there are as many places as the busiest worker runs micro-batches in the time by which
+    the route takes longer than the shortest one.
+    """
+    gradient_advance: float = 0.0
+    """Factor like `advance`, for I, B and W."""
+    places: tuple[PlaceChange, ...] = ()
+    """Micro-batches whose F go before or after their turn, and how far."""
+    gradient_places: tuple[PlaceChange, ...] = ()
+    """Micro-batches whose I, B and W go before or after their turn, and how far."""
+    forward_order: ForwardOrder = "deepest"
+    """F that goes first: of the oldest micro-batch, or of the deepest on its route."""
+    in_flight: tuple[int, ...] | None = None
+    """Maximum number of micro-batches that a worker has in flight, by slice; None: unlimited.
+
+    A micro-batch is in flight from the start of F to the end of I or B. In memory that more F would
+    take, W can wait, and fill bubbles later.
     """
     load_share: float = 1.0
-    """Factor by which limits `in_flight` grow with a worker's load.
+    """Factor by which the limits `in_flight` grow with a worker's load.
 
-    With x % more units than usual, they are this times x % higher.
+    A worker with x % more units than the median has limits that are this factor times x % higher.
     """
     rerouted: ReroutedTurn = "in turn"
     """Turn of re-routed micro-batches: "first", "last", or by age ("in turn").
 
-    First or last is before or after the pipeline's own. "first" is good if the broken pipeline,
-    which waits for several peers, sets the pace.
+    They go before or after all other micro-batches of the worker, or among them. "first" is good if
+    the broken pipeline, which waits for several peers, sets the pace.
     """
     make_room: bool = False
     """True if a W runs before anything else while an F waits for memory."""
@@ -283,64 +342,91 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     ignore_transfers: bool = False
     """True if the order is chosen as if transfers took no time.
 
-    On the coarse grid of op lengths a worker is rarely in the middle of an op when a more urgent
-    one arrives a moment later. The order is then timed with the true transfers.
+    Otherwise a more urgent op may arrive a moment after a worker has begun another one. In the end
+    the order is timed with transfers.
     """
 
 
 def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
-    """Return 1F1B's limits by slice, high at first, times `slope` plus `extra`."""
-    grid, first = problem.grid, [low for low, _ in problem.layers_by_slice[:problem.grid.depth]]
-    begun_before = [*(grid.original_stage(stage) for stage in range(len(grid.stages))),
-                    *(bisect_right(first, low) - 1 for low, _ in problem.slices)]
+    """Return limits of micro-batches in flight, by slice, for `DispatchRule.in_flight`.
+
+    A limit is `slope` times that of 1F1B, plus `extra`. The limit of 1F1B is the number of stages
+    from the slice's own on.
+    """
+    grid = problem.grid
+    # The number of stages before each slice; of a slice within stages, before its first layer's.
+    begun_before = [grid.original_stage(stage) for stage in range(len(grid.stages))]
+    first = [low for low, _ in problem.layers_by_slice[: grid.depth]]
+    begun_before += [bisect_right(first, low) - 1 for low, _ in problem.slices]
     return tuple(max(1, int(slope * (grid.depth - before)) + extra) for before in begun_before)
 
 
 def scale_forward_ticks(problem: Problem, share: float) -> tuple[int, ...]:
-    """Return the ticks of F at usual speed times `share`, rounded up, by slice."""
-    return tuple(math.ceil(share * problem.usual_ticks(OpKind.F, number))
-                 for number in range(len(problem.layers_by_slice)))
+    """Return, by slice, `share` times the ticks of an F at usual speed, rounded up."""
+    return tuple(
+        math.ceil(share * problem.usual_ticks(OpKind.F, number))
+        for number in range(len(problem.layers_by_slice))
+    )
 
 
 class ListScheduler:
-    """Builder of list schedules of a problem with one assignment, by any dispatch rule."""
+    """Builder of list schedules of one problem by any dispatch rule, given each unit's worker."""
 
     def __init__(self, arrays: ProblemArrays) -> None:
         self.arrays = arrays
         problem, ops = arrays.problem, arrays.ops
         self._kernel = kernel_loops()
         self._memory, chains_in_turn = make_memory_limits(arrays)
+        # The ops that begin a list schedule; of each direction in turn, if memory requires that.
         first = np.flatnonzero(np.diff(ops.predecessors.start) == 0)
         chain = ops.slice[ops.unit[first]] // problem.grid.depth
         chains = range(problem.grid.chains)
-        self._first = [first[chain == number] for number in chains] if chains_in_turn else [first]
-        self._forward = to_ints([problem.usual_ticks(OpKind.F, number)
-                                 for number in range(len(problem.layers_by_slice))])
+        self._first = [first]
+        if chains_in_turn:
+            self._first = [first[chain == number] for number in chains]
+        slices = range(len(problem.layers_by_slice))
+        self._forward = to_ints([problem.usual_ticks(OpKind.F, number) for number in slices])
         self._waits: dict[tuple[float, tuple[int, ...] | None], Ints] = {}
-        self._cached_priorities: dict[tuple[ReroutedTurn, float, tuple[PlaceChange, ...]], Ints] = {}
+        self._cached_priorities: dict[
+            tuple[ReroutedTurn, float, tuple[PlaceChange, ...]], Ints
+        ] = {}
         self._last_order_and_starts: tuple[Ints, Ints] | None = None
 
     def order_ops(self, rule: DispatchRule) -> Ints:
         """Return the numbers of all ops in the order of their start under a rule.
 
-        Raises StuckError if micro-batches wait for each other's memory; see
-        `compute_reserved_memory`.
+        Raises StuckError if micro-batches wait for each other's memory, as they may where
+        `compute_reserved_memory` gives no guarantee.
         """
+        # The rule as numbers, for the compiled loop.
         dispatch = self._kernel.Dispatch(
             rank=self._priorities(rule.rerouted, rule.advance, rule.places),
-            gradient_rank=self._priorities(rule.rerouted, rule.gradient_advance, rule.gradient_places),
-            slots=self._in_flight_slots(rule), lookahead=rule.lookahead,
-            forward_wait=self._forward_wait_ticks(rule), deepest_first=rule.forward_order == "deepest",
-            eager_weights=rule.eager_weights, make_room=rule.make_room, transfers=not rule.ignore_transfers)
+            gradient_rank=self._priorities(
+                rule.rerouted, rule.gradient_advance, rule.gradient_places
+            ),
+            slots=self._in_flight_slots(rule),
+            lookahead=rule.lookahead,
+            forward_wait=self._forward_wait_ticks(rule),
+            deepest_first=rule.forward_order == "deepest",
+            eager_weights=rule.eager_weights,
+            make_room=rule.make_room,
+            transfers=not rule.ignore_transfers,
+        )
         order, done = np.zeros(len(self.arrays.ops.unit), dtype=np.int64), 0
         for first in self._first:
-            done = self._kernel.list_order(self.arrays.ops, self._memory, dispatch, first, order, done)
+            done = self._kernel.list_order(
+                self.arrays.ops, self._memory, dispatch, first, order, done
+            )
         if done < len(order):
             raise StuckError
         return order
 
     def _forward_wait_ticks(self, rule: DispatchRule) -> Ints:
-        """Return the ticks that an F waits before and after a first gradient: [2, slices]."""
+        """Return the ticks for which F wait for an I or B: [2, slices].
+
+        No F starts if an I or B becomes ready within that time. The first row holds before the
+        worker's first I or B, the second from then on.
+        """
         key = rule.forward_lookahead, rule.fill_wait
         if key not in self._waits:
             usual = rule.forward_lookahead * self._forward
@@ -348,8 +434,9 @@ class ListScheduler:
             self._waits[key] = np.ceil([first, usual]).astype(np.int64)
         return self._waits[key]
 
-    def _priorities(self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]) -> Ints:
-        """Return the priority of each unit by these fields of a `DispatchRule`; cached."""
+    def _priorities(
+        self, rerouted: ReroutedTurn, advance: float, places: tuple[PlaceChange, ...]
+    ) -> Ints:
         key = rerouted, advance, places
         if key not in self._cached_priorities:
             if len(self._cached_priorities) == MAX_CACHED_PRIORITIES:
@@ -363,7 +450,11 @@ class ListScheduler:
         return _compute_extra_route_time(self.arrays)
 
     def evaluate_rule(self, rule: DispatchRule) -> int:
-        """Return the ticks of a rule's list schedule, which becomes `last_solution`."""
+        """Make the list schedule of a rule, and return its period in ticks.
+
+        `last_solution` then returns the schedule. Raises StuckError if micro-batches wait for each
+        other's memory.
+        """
         order = self.order_ops(rule)
         period, start = time_order(self.arrays, order)
         self._last_order_and_starts = order, start
@@ -375,12 +466,13 @@ class ListScheduler:
 
     @property
     def last_order_and_starts(self) -> tuple[Ints, Ints]:
-        """Order of all ops, and start ticks by op, of the last `evaluate_rule`."""
+        """Order of all ops, and start ticks by op, of the last call of `evaluate_rule`."""
         assert self._last_order_and_starts is not None
         return self._last_order_and_starts
 
     def _in_flight_slots(self, rule: DispatchRule) -> Ints:
-        """Return the in-flight limits of workers under a rule: [workers, slices]."""
+        """Return the limits of micro-batches in flight by a rule: [workers, slices]."""
+        # A worker that runs more units than usual, as of failed workers, has more in flight.
         load = self.arrays.load
         if rule.in_flight is None:
             return np.full((len(load), len(self._memory.room)), UNLIMITED)
@@ -390,30 +482,49 @@ class ListScheduler:
         return slots
 
 
-def _compute_priorities(arrays: ProblemArrays, longer: Floats | None, rerouted: ReroutedTurn, advance: float,
-                        places: Sequence[PlaceChange]) -> Ints:
-    """Return the priority of each unit; lower ones, of older micro-batches, go first."""
+def _compute_priorities(
+    arrays: ProblemArrays,
+    longer: Floats | None,
+    rerouted: ReroutedTurn,
+    advance: float,
+    places: Sequence[PlaceChange],
+) -> Ints:
+    """Return each unit's rank in the turn; units of low rank go first.
+
+    `longer` has the extra time of each unit's route, in micro-batches, and units go earlier by
+    `advance` times that; None: not at all. `places` then moves single micro-batches.
+    """
+    # By age, with the changes of places; of equal age, pipelines in turn.
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
     for change in places:
         older[(pipeline == change.pipeline) & (number == change.microbatch)] += change.places
-    _, ranks = np.unique(np.round((number - older) * STEPS_PER_PLACE) * arrays.problem.grid.pipelines + pipeline,
-                         return_inverse=True)
+    _, ranks = np.unique(
+        np.round((number - older) * STEPS_PER_PLACE) * arrays.problem.grid.pipelines + pipeline,
+        return_inverse=True,
+    )
     if rerouted == "in turn":
         return ranks
     home = to_ints([worker.pipeline for worker in arrays.workers])[arrays.ops.worker] == pipeline
+    # Units of the one kind come after all of the other.
     later: Ints = (home if rerouted == "first" else ~home).astype(np.int64)
     return ranks + later * int(ranks.max() + 1)
 
 
 def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
-    """Return how much longer each unit's route takes than the shortest one.
+    """Return, by unit, how much longer its micro-batch's route takes than the shortest route.
 
-    The unit is the time of the busiest worker for a micro-batch. An op is assumed to wait for half
-    of another op on average.
+    The difference is in multiples of the time in which the busiest worker runs one micro-batch.
     """
+    # The time of F and I of each unit, summed over the units of each route, in that of the busiest
+    # worker for a micro-batch. An op is assumed to wait for half of another op on average.
     ops, kinds = arrays.ops, arrays.ops.kinds
-    both = ops.duration[::kinds] + ops.duration[1::kinds] + 2 * arrays.problem.times.transfer + ops.duration.mean()
+    both = (
+        ops.duration[::kinds]
+        + ops.duration[1::kinds]
+        + 2 * arrays.problem.times.transfer
+        + ops.duration.mean()
+    )
     begins = np.flatnonzero(np.diff(arrays.unit_numbers[:, 1:], axis=0, prepend=-1).any(axis=1))
     ways = np.add.reduceat(both, begins)
     busiest = np.bincount(ops.worker[ops.unit], weights=ops.duration).max()
@@ -421,11 +532,11 @@ def _compute_extra_route_time(arrays: ProblemArrays) -> Floats:
     return np.repeat(longer, np.diff([*begins, len(both)]))
 
 
-# --- Memory that is reserved ------------------------------------------------------------------------------------------
+# --- Memory that is reserved ----------------------------------------------------------------------
 
 
 class ReservedMemory(NamedTuple):
-    """Memory, by slice, that F takes and that must be free, against deadlocks.
+    """Memory, by slice, that F take or need free, so that no schedule gets stuck.
 
     Proof: of all micro-batches that wait for room, take one that is furthest along its route, at
     position p; of several, one that waits for its I. Everything else on its worker was begun at
@@ -434,126 +545,183 @@ class ReservedMemory(NamedTuple):
     """
 
     at_start: tuple[int, ...]
-    """Memory units taken when an F starts, by slice. If the stash needs more, the I waits until
-    enough W have run."""
+    """Memory units that an F takes when it starts, by slice.
+
+    If the weight stash needs more, the I waits until enough W have run.
+    """
     needed: tuple[int, ...]
-    """Memory units, by slice, that F needs free, also for its worker's later stages."""
+    """Memory units, by slice, that an F needs free, also for its worker's later stages."""
     chains_in_turn: bool
     """True if a direction's micro-batches must finish before the other's begin."""
 
 
 def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve at a micro-batch's F, so that no schedule gets stuck.
+    """Return the memory, by slice, that each F takes, and that it needs free.
 
-    This is a guarantee if layers are held by column; for other layouts a schedule may still get
-    stuck.
+    If this memory is reserved, no list schedule gets stuck while layers are held by column; with
+    other layouts, one may.
     """
-    return _reserve_by_worker(arrays) if arrays.problem.assigned else _reserve_by_column(arrays.problem)
+    if arrays.problem.assigned:
+        return _reserve_by_worker(arrays)
+    return _reserve_by_column(arrays.problem)
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory to reserve by slice, if `arrays` give each unit's worker.
+    """Return the memory that each F takes and needs free, if units' workers are known.
 
-    The free memory must suffice for the slice's peak and for the largest peak of its worker's later
-    slices. All micro-batches can then drain, by the argument of `ReservedMemory`. If some worker's
-    room is too small for this, each F waits only for the peak of its own slice.
+    They are known from `arrays`. The memory is by slice.
     """
+    # If the slice's peak and the largest peak of its worker's later slices are free, all
+    # micro-batches can drain, by the argument of `ReservedMemory`. If some worker's room is too
+    # small for this, or for the peaks of all its slices of one micro-batch, each F waits only for
+    # the peak of its own slice.
     problem = arrays.problem
     slices = range(len(problem.layers_by_slice))
-    most = tuple(peak_slice_memory(problem, number) for number in slices)
+    peaks = tuple(peak_slice_memory(problem, number) for number in slices)
     run: list[set[int]] = [set() for _ in arrays.workers]
     for number, row in set(zip(arrays.ops.slice.tolist(), arrays.ops.worker.tolist(), strict=True)):
         run[row].add(number)
-    needed = list(most)
+    needed = list(peaks)
     ample = True
     for worker, numbers in zip(arrays.workers, run, strict=True):
         for number in numbers:
             first = problem.layers_by_slice[number][0]
-            deeper = max((most[other] for other in numbers if problem.layers_by_slice[other][0] > first), default=0)
-            needed[number] = max(needed[number], most[number] + deeper)
-        ample = ample and all(needed[number] <= activation_room(problem, worker) for number in numbers)
-    if ample:
-        return ReservedMemory(most, tuple(needed), chains_in_turn=False)
-    return ReservedMemory(tuple(activation_memory(problem, number) for number in slices), most, chains_in_turn=False)
+            deeper = [other for other in numbers if problem.layers_by_slice[other][0] > first]
+            largest = max((peaks[other] for other in deeper), default=0)
+            needed[number] = max(needed[number], peaks[number] + largest)
+        ample = ample and all(
+            needed[number] <= activation_capacity(problem, worker) for number in numbers
+        )
+    if ample and _has_room_for_each(arrays, run, peaks):
+        return ReservedMemory(peaks, tuple(needed), chains_in_turn=False)
+    activations = tuple(activation_memory(problem, number) for number in slices)
+    return ReservedMemory(activations, peaks, chains_in_turn=False)
+
+
+def _has_room_for_each(
+    arrays: ProblemArrays, run: Sequence[set[int]], peaks: Sequence[int]
+) -> bool:
+    """Return whether workers have room for all their peaks of each micro-batch.
+
+    The slices that each worker runs are in `run`, by row, and the peaks of slices in `peaks`.
+    """
+    # The first I of a micro-batch follows all of its F, which hold their peaks until then.
+    room = [activation_capacity(arrays.problem, worker) for worker in arrays.workers]
+    taken = [sum(map(peaks.__getitem__, numbers)) for numbers in run]
+    if all(amount <= free for amount, free in zip(taken, room, strict=True)):
+        return True
+    # A worker rarely runs all of its slices for one micro-batch.
+    of_microbatch: Counter[tuple[int, int, int]] = Counter()
+    for unit, row in zip(arrays.units, arrays.ops.worker.tolist(), strict=True):
+        of_microbatch[row, unit.pipeline, unit.microbatch] += peaks[unit.slice]
+    return all(amount <= room[row] for (row, *_), amount in of_microbatch.items())
 
 
 def _reserve_by_column(problem: Problem) -> ReservedMemory:
-    """Return the memory to reserve by stage, if layers are held by column.
-
-    If workers have enough memory, an F takes the peak of its stage, and the peaks of its worker's
-    later stages must be free, too. No I then ever waits for room. Otherwise an F takes its
-    activation, and the least memory with which a plan exists (`min_room`) must be free. As opposite
-    directions would then block each other, one must finish before the other begins.
-    """
+    """Return the memory to reserve by stage, if layers are held by column."""
     grid, stages = problem.grid, range(len(problem.grid.stages))
-    most = tuple(peak_slice_memory(problem, stage) for stage in stages)
-    ample = tuple(most[stage] + sum(most[other] for other in grid.stages_of_column(problem.column_of[stage])
-                                    if grid.original_stage(other) > grid.original_stage(stage)) for stage in stages)
-    room = [min((activation_room(problem, Worker(pipeline, column)) for pipeline in live), default=0)
-            for column, live in enumerate(problem.live_pipelines_by_column)]
-    if problem.memory is None or (all(ample[stage] <= room[problem.column_of[stage]] for stage in stages)
-                                  and not _can_starve(problem, room)):
-        return ReservedMemory(most, ample, chains_in_turn=False)
-    return ReservedMemory(tuple(activation_memory(problem, stage) for stage in stages),
-                          tuple(min_room(problem, stage) for stage in stages), chains_in_turn=True)
+    peaks = tuple(peak_slice_memory(problem, stage) for stage in stages)
+    # The peaks of a stage and of all later ones of its worker.
+    ample = list(peaks)
+    for stage in stages:
+        for other in grid.stages_of_column(problem.column_of[stage]):
+            if grid.original_stage(other) > grid.original_stage(stage):
+                ample[stage] += peaks[other]
+    # The least room of a live worker in each column.
+    room = []
+    for column, live in enumerate(problem.live_pipelines_by_column):
+        rooms = [activation_capacity(problem, Worker(pipeline, column)) for pipeline in live]
+        room.append(min(rooms, default=0))
+    # With enough memory, no I ever waits for room.
+    if problem.memory is None or (
+        all(ample[stage] <= room[problem.column_of[stage]] for stage in stages)
+        and not _can_starve(problem, room)
+    ):
+        return ReservedMemory(peaks, tuple(ample), chains_in_turn=False)
+    # Otherwise an F takes its activation, and the least memory with which a plan exists must be
+    # free. As opposite directions would then block each other, one must finish before the other.
+    activations = tuple(activation_memory(problem, stage) for stage in stages)
+    needed = tuple(min_room(problem, stage) for stage in stages)
+    return ReservedMemory(activations, needed, chains_in_turn=True)
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether reserving what W needs leaves fewer in flight than 1F1B has.
+    """Return whether room reserved for each W leaves fewer micro-batches in flight than 1F1B.
 
-    This is so with activation recomputation: little is held until I, and from then on as much as
-    without it. False for bidirectional pipelines.
+    The argument `room` has the least room of a live worker in each column, in memory units.
     """
+    # This is so with activation recomputation: little is held until I, and from then on as much as
+    # without it.
     grid = problem.grid
     return grid.chains == 1 and any(
         stash_memory(problem, stage) > activation_memory(problem, stage)
         and room[problem.column_of[stage]] < (grid.depth - stage) * stash_memory(problem, stage)
-        for stage in range(grid.depth))
+        for stage in range(grid.depth)
+    )
 
 
 def make_memory_limits(arrays: ProblemArrays) -> tuple[Any, bool]:
-    """Return the kernel's `MemoryLimits`, and whether directions must run in turn."""
+    """Return the kernel's `MemoryLimits`, and whether directions must run one after the other.
+
+    If so, all micro-batches of one direction must finish before those of the other begin.
+    """
+    # What each op changes, and what an F needs: [slice, F, I or B, W, needed].
     problem, reserved = arrays.problem, compute_reserved_memory(arrays)
     kinds = OpKind.F, problem.gradient_kind, OpKind.W
-    room = [(*(memory_change(kind, at_start, stash_memory(problem, number)) for kind in kinds), needed)
-            for number, (at_start, needed) in enumerate(zip(reserved.at_start, reserved.needed, strict=True))]
-    capacity = to_ints([activation_room(problem, worker) for worker in arrays.workers])
-    return kernel_loops().MemoryLimits(capacity=capacity, room=to_ints(room)), reserved.chains_in_turn
+    room = []
+    for number, (at_start, needed) in enumerate(
+        zip(reserved.at_start, reserved.needed, strict=True)
+    ):
+        stash = stash_memory(problem, number)
+        room.append([*(memory_change(kind, at_start, stash) for kind in kinds), needed])
+    capacity = to_ints([activation_capacity(problem, worker) for worker in arrays.workers])
+    limits = kernel_loops().MemoryLimits(capacity=capacity, room=to_ints(room))
+    return limits, reserved.chains_in_turn
 
 
 def without_reserves(memory: Any) -> Any:
-    """Return a copy of `MemoryLimits` in which an F reserves nothing for later stages."""
+    """Return a copy of the kernel's `MemoryLimits` in which F reserve nothing for later stages."""
     loops, room = kernel_loops(), memory.room.copy()
     room[:, loops.NEEDED] = room[:, loops.FORWARD]
     return memory._replace(room=room)
 
 
-# --- What others run: orders to compare with, by the same list scheduler under their rules ----------------------------
+# --- What others run: orders to compare with, by the same list scheduler under their rules --------
 
 
 def schedule_1f1b(problem: Problem) -> Solution:
-    """Return the list schedule of 1F1B (PipeDream-flush, Narayanan et al. 2021), with re-routing
-    round-robin to peers.
+    """Return the list schedule of 1F1B; peers take re-routed micro-batches in turn.
 
-    Stage v of V holds at most V - v micro-batches between F and B. A backward is never postponed or
-    split.
+    1F1B is PipeDream-flush (Narayanan et al. 2021). Stage v of V holds at most V - v micro-batches
+    between F and B. A backward is never postponed or split. Raises StuckError for lack of memory.
     """
-    return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", eager_weights=True,
-                                                   in_flight=scale_in_flight_limits(problem)))
+    return _schedule_by_rule(
+        problem,
+        DispatchRule(
+            forward_order="oldest", eager_weights=True, in_flight=scale_in_flight_limits(problem)
+        ),
+    )
 
 
 def schedule_recycle(problem: Problem) -> Solution:
     """Return the list schedule of ReCycle's rule (SOSP 2024).
 
-    It re-routes round-robin, and runs own micro-batches in 1F1B order. Re-routed micro-batches and
-    weight gradients fill the bubbles that this order leaves. The in-flight limit of a peer grows
-    with the number of micro-batches that it runs.
+    Peers take re-routed micro-batches in turn, and run their own in the order of 1F1B. Re-routed
+    ones and W fill the bubbles that this order leaves. A peer's limit of micro-batches in flight
+    grows with the number of micro-batches that it runs. Raises StuckError for lack of memory.
     """
-    return _schedule_by_rule(problem, DispatchRule(forward_order="oldest", rerouted="last",
-                                                   in_flight=scale_in_flight_limits(problem)))
+    return _schedule_by_rule(
+        problem,
+        DispatchRule(
+            forward_order="oldest", rerouted="last", in_flight=scale_in_flight_limits(problem)
+        ),
+    )
 
 
-BASELINES: Mapping[str, Callable[[Problem], Solution]] = {"1f1b": schedule_1f1b, "recycle": schedule_recycle}
+BASELINES: Mapping[str, Callable[[Problem], Solution]] = {
+    "1f1b": schedule_1f1b,
+    "recycle": schedule_recycle,
+}
 
 
 def _schedule_by_rule(problem: Problem, rule: DispatchRule) -> Solution:

@@ -1,11 +1,9 @@
 """Availability traces: which machines of a fleet are alive, over time.
 
-A fleet has numbered *places*. At any time a place holds one machine or none. A trace gives the
-places that hold a machine at the beginning, and all changes. Times are seconds from the beginning.
-
-A machine may be slow for a while. A machine of several GPUs (a tensor-parallel group, one worker of
-the job) may lose some of them: the policy decides whether it continues with the others, slower
-(`iterate_policy_changes`).
+A fleet has numbered *places*, each of which holds one machine or none. A trace gives the places
+that hold a machine at the beginning, and all changes, in seconds from the beginning. A machine is
+one worker of the job, possibly of several GPUs. It may be slow for a while, or lose some of its
+GPUs: the policy decides whether it continues with the others, slower.
 """
 
 import random
@@ -22,35 +20,34 @@ Value = TypeVar("Value", int, float)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Changes of a fleet's machines at one instant.
+    """All changes of a fleet's machines at one instant.
 
-    Machines are given by place, the numbered slot of the fleet. All lists are ascending, and no
-    place is both in `removed` and in `added`.
+    Machines are numbered by their places in the fleet; lists are ascending. No place is both in
+    `removed` and in `added`.
     """
 
     seconds: float
     removed: tuple[int, ...] = ()
-    """Places (numbered slots of the fleet, each for one machine) that lost their machine."""
+    """Places that lost their machine: numbered slots of the fleet, each for one machine."""
     added: tuple[int, ...] = ()
-    """Places that got a machine, whole and at its usual speed unless listed below."""
+    """Places that got a machine, whole and of usual speed unless in `slowed` or `gpus`."""
     slowed: tuple[tuple[int, float], ...] = ()
-    """Pairs (place, factor): the machine takes this many times as long; 1 is usual."""
+    """Pairs (place, factor): the machine now takes this many times as long; 1: as usual."""
     gpus: tuple[tuple[int, int], ...] = ()
-    """Pairs (place, count): so many of the machine's GPUs, at least one, are alive."""
+    """Pairs (place, count): so many of the machine's GPUs, at least one, are alive now."""
     links: float = 0.0
-    """Factor by which slow links lengthen the whole job from now on. 1: as usual, 0: no change."""
+    """Factor by which slow links now lengthen the whole job. 1: as usual, 0: no change."""
 
     @property
     def has_changes(self) -> bool:
-        """True if any list has an entry, or if links change."""
+        """True if any machine or the links change."""
         return bool(self.removed or self.added or self.slowed or self.gpus or self.links)
 
 
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of which places of a fleet have a machine, over time.
+    """Places of a fleet that have a machine, over time.
 
-    A place is a numbered slot for one machine. Changes are in order of time, at most one at an
-    instant.
+    Changes are in order of time, at most one at an instant.
     """
 
     name: str
@@ -74,7 +71,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def machine_losses(self) -> int:
-        """Number of losses of a machine in the trace."""
+        """Number of times that a machine is lost."""
         return sum(len(change.removed) for change in self.changes)
 
     @property
@@ -89,19 +86,22 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partial_losses(self) -> int:
-        """Number of times that a machine loses some of its GPUs and keeps others."""
+        """Number of times that a machine loses some of its GPUs and keeps the rest."""
         return sum(map(len, self._iterate_partial_losses()))
 
     @property
     def mean_live_machines(self) -> float:
-        """Number of machines alive, averaged over time."""
+        """Mean number of machines alive, over the time of the trace."""
         points = [*self.iterate_live_counts(), (self.length_seconds, 0)]
         area = sum(alive * (after - start) for (start, alive), (after, _) in pairwise(points))
         return area / self.length_seconds
 
     @property
     def seconds_between_failures(self) -> float:
-        """Mean time between losses of machines or GPUs; with at most one, the trace's length."""
+        """Mean seconds between instants at which machines or GPUs are lost.
+
+        With at most one such instant, it is the trace's length.
+        """
         return self.length_seconds / max(
             1,
             sum(
@@ -111,7 +111,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _iterate_partial_losses(self) -> Iterator[tuple[int, ...]]:
-        """Yield, for each change, the machines that continue with fewer GPUs than before."""
+        """Yield, for each change, the places whose machines lose some GPUs and keep the rest."""
         alive = dict.fromkeys(self.live, self.gpus_per_worker)
         for change in self.changes:
             new_places = set(change.added)
@@ -126,13 +126,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
             alive |= dict(change.gpus)
 
     def iterate_policy_changes(self, alive_gpus: Callable[[int], int]) -> Iterator[Change]:
-        """Yield the changes as a policy sees them, without `gpus`.
+        """Yield the changes as a policy sees them: losses of GPUs become slowness or deaths.
 
-        Machines that lost GPUs are slower, or down. The function `alive_gpus` maps the number of a
-        machine's GPUs that are alive to the number that it continues with; 0: it is down. A machine
-        that continues with n of its N GPUs takes N / n times as long. A machine that must continue
-        with fewer GPUs than before is removed, and added by the next change, at the same instant:
-        all of its processes have ended, and new ones start on the GPUs left.
+        The function `alive_gpus` maps how many of a machine's N GPUs are alive to how many of them,
+        n, the policy uses. The machine then takes N / n times as long, and is down if n is 0. A
+        machine that continues with fewer GPUs than before yields two changes at one instant, a loss
+        and an addition: its processes have ended, and new ones start on the GPUs left.
         """
         if not any(change.slowed or change.gpus for change in self.changes):
             yield from self.changes
@@ -145,7 +144,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MachineStates:
-    """States of the machines as a policy sees them. Down, or alive with a slowdown factor."""
+    """States of machines as a policy sees them: down, or alive with a slowdown factor."""
 
     def __init__(self, whole: int, alive_gpus: Callable[[int], int], live: Iterable[int]) -> None:
         self._gpus_per_worker = whole
@@ -158,7 +157,11 @@ class _MachineStates:
         """Number of GPUs that each machine continues with, by place."""
 
     def translate_change(self, change: Change) -> tuple[Change, Change]:
-        """Return a change as a policy sees it, and one that adds restarting machines."""
+        """Return two changes that a policy sees, at one instant, in place of `change`.
+
+        A machine that goes on with fewer GPUs is removed in the first and added in the second; the
+        first has everything else.
+        """
         for place in change.removed:
             self._live_gpus.pop(place, None)
             self._slow.pop(place, None)
@@ -167,6 +170,7 @@ class _MachineStates:
             place: count for place, count in change.gpus if place in self._live_gpus
         }
         self._slow |= {place: factor for place, factor in change.slowed if place in self._live_gpus}
+        # Compare what the policy saw before with what it sees now, place by place.
         touched = {
             *change.removed,
             *change.added,
@@ -184,6 +188,7 @@ class _MachineStates:
                 removed += [place] if before is not None else []
                 continue
             after = self._factor[place] = self._slow.get(place, 1.0) * self._gpus_per_worker / going
+            # Fewer GPUs end the processes of a machine: to the policy, it dies and joins anew.
             if before is not None and going < had and change.seconds > 0:
                 removed.append(place)
                 anew.append((place, after))
@@ -196,10 +201,11 @@ class _MachineStates:
 
 
 def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
-    """Return a trace of single GPUs as a trace of workers.
+    """Return the trace of workers that a trace of single GPUs amounts to.
 
-    Each worker has `gpus` GPUs with consecutive numbers. A worker is lost when its last GPU is, and
-    returns with the first one that returns. Raises ValueError if the GPUs do not divide evenly.
+    Each worker has `gpus` GPUs of consecutive numbers. A worker is lost with the last of its GPUs,
+    and returns with the first one that returns. Raises ValueError unless `gpus` is at least 1 and
+    divides the number of places.
     """
     if gpus < 1 or trace.places % gpus:
         raise ValueError(
@@ -212,6 +218,7 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
     changes = [
         Change(0.0, gpus=tuple((worker, count[worker]) for worker in live if count[worker] < gpus))
     ]
+    # Only a worker's first and last GPU change whether it is alive; others change its count.
     for change in trace.changes:
         counts_before = dict[int, int]()
         for places, step in ((change.removed, -1), (change.added, 1)):
@@ -231,17 +238,20 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
             )
         )
     return msgspec.structs.replace(
-        trace, places=len(count), live=live, gpus_per_worker=gpus,
-        changes=tuple(change for change in changes if change.has_changes))
+        trace,
+        places=len(count),
+        live=live,
+        gpus_per_worker=gpus,
+        changes=tuple(change for change in changes if change.has_changes),
+    )
 
 
 def with_node_failures(
     trace: AvailabilityTrace, nodes: Sequence[tuple[int, ...]]
 ) -> AvailabilityTrace:
-    """Return the trace in which whole nodes are down.
+    """Return a trace in which a node is down while any machine of it is.
 
-    All machines of a node are, while any of them is. The argument `nodes` has the places (numbers
-    of machines in the trace) of each node; each place belongs to one.
+    The argument `nodes` has the places of each node; each place belongs to one.
     """
     node_of = {place: number for number, places in enumerate(nodes) for place in places}
     missing = [len(places) for places in nodes]
@@ -281,7 +291,10 @@ def with_node_failures(
 
 
 def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the places (pipeline x stages + column) of each node in a fitted trace."""
+    """Return, for each node of the job, the places of its workers in a trace.
+
+    The place of a worker is its pipeline x stages + its column.
+    """
     places = []
     for node in job.nodes:
         places.append(tuple(worker.pipeline * job.stages + worker.column for worker in node))
@@ -289,14 +302,15 @@ def find_node_places(job: Job) -> tuple[tuple[int, ...], ...]:
 
 
 DEATH_SECONDS = 60.0
-"""Seconds from the beginning of a trace of `build_death_trace` to the death of its workers."""
+"""Seconds after which the workers die in a trace of `build_death_trace`."""
 
 
-def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
-                      gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Return a trace of `days` in which the workers `dead` soon die for good.
+def build_death_trace(
+    job: Job, dead: Sequence[Worker], days: float = 1.0, gpus_per_worker: int = 1
+) -> AvailabilityTrace:
+    """Return a trace of `days` days in which the workers `dead` die for good.
 
-    They die after a minute. Raises ValueError for unknown workers.
+    All die after a minute. Raises ValueError for workers that the job does not have.
     """
     places = []
     for worker in dead:
@@ -318,18 +332,16 @@ def build_death_trace(job: Job, dead: Sequence[Worker], days: float = 1.0,
     )
 
 
-def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
-               nodes: Sequence[tuple[int, ...]] = ()) -> AvailabilityTrace:
-    """Return the trace for a job of this many workers.
+def fit_to_job(
+    trace: AvailabilityTrace, workers: int, seed: int = 0, nodes: Sequence[tuple[int, ...]] = ()
+) -> AvailabilityTrace:
+    """Return a trace like the given one, with one place per worker of a job.
 
-    Its places are 0 to workers - 1.
-
-    Without `nodes`, each place of the given trace becomes a worker of the job. With `nodes`, the
-    workers of each node, each place becomes a node, whose workers leave and return together. A job
-    smaller than the fleet gets places drawn at random by `seed`, so that it has the fleet's failure
-    rate per machine, and the same share of machines alive. For a job larger than the fleet, each
-    place of the trace represents several neighbouring workers or nodes, which fail together. Raises
-    ValueError for a trace without places.
+    Each place of the given trace becomes a worker or, with `nodes` (the places of each node's
+    workers), all workers of a node, which leave and return together. A job smaller than the fleet
+    gets places drawn at random by `seed`, so that it has the fleet's failure rate per machine. For
+    a larger job, each place represents several neighbouring workers or nodes, which fail together.
+    Raises ValueError for a trace without places, or a job without workers.
     """
     if trace.places < 1 or workers < 1:
         raise ValueError(
@@ -355,6 +367,7 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
             "workers"
         )
 
+    # A place of the trace that represents no unit of the job drops out of all changes.
     def renumber(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(index for place in places for index in members.get(place, ())))
 
@@ -375,5 +388,9 @@ def fit_to_job(trace: AvailabilityTrace, workers: int, seed: int = 0,
         for change in trace.changes
     )
     return msgspec.structs.replace(
-        trace, places=workers, live=renumber(trace.live), notes=(*trace.notes, note),
-        changes=tuple(changed for changed in changes if changed.has_changes))
+        trace,
+        places=workers,
+        live=renumber(trace.live),
+        notes=(*trace.notes, note),
+        changes=tuple(changed for changed in changes if changed.has_changes),
+    )

@@ -40,12 +40,11 @@ class EntryError(ValueError):
 
 
 class Entry(RatedByStage):
-    """Base class for the policy of another system.
+    """Base class for another system's policy: it must define `rate`, and may define `pause`.
 
-    Its throughput depends on which workers are down, and it pauses when that changes. A failure
-    also costs half an iteration, as for all policies. If nothing can be trained (a rate of 0), the
-    system waits, and resumes from a checkpoint. Override `rate`, and `pause` if a change takes
-    time.
+    The rate follows from the dead workers of each stage, and the system may pause when they change.
+    A failure also costs half an iteration, as for all policies. At a rate of 0, the system waits,
+    and resumes from a checkpoint.
     """
 
     source = "an entry of others"
@@ -55,7 +54,10 @@ class Entry(RatedByStage):
         self._live: set[int] = set()
 
     def pause(self, down: DownByStage) -> float:  # noqa: ARG002
-        """Return the seconds of pause before training with `down` dead workers by stage."""
+        """Return the seconds to pause before training with `down` dead workers by stage.
+
+        The default is no pause.
+        """
         return 0.0
 
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -64,10 +66,7 @@ class Entry(RatedByStage):
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change: a pause, redoing lost samples, then training.
-
-        `remaining` has what was left of the phases before.
-        """
+        """Return the phases after a change: a pause, redoing lost samples, then training."""
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
         return self.resume_after_change(
@@ -78,7 +77,6 @@ class Entry(RatedByStage):
         )
 
     def _count_down_by_stage(self) -> DownByStage:
-        """Return the number of dead workers of each stage."""
         stages = self.scenario.stages
         live = [0] * stages
         for machine in self._live:
@@ -87,7 +85,10 @@ class Entry(RatedByStage):
 
 
 class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Throughput and pause of another system for `down` dead workers, in all or by stage."""
+    """Throughput and pause of another system for certain numbers of dead workers.
+
+    The field `down` is their number in all, or a list with the number of each stage.
+    """
 
     down: int | list[int]
     samples_per_second: float
@@ -97,8 +98,7 @@ class EntryRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contents of the file that describes another system for the benchmark.
 
-    It has throughputs and pauses, by name of the benchmark's case (a job and a trace), such as
-    spot-24.
+    The field `cases` has rows by the name of a case, such as spot-24: a job with a trace.
     """
 
     format: Literal["slipstream-entry-1"]
@@ -109,29 +109,30 @@ class EntryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TableEntry(Entry):
-    """Policy of another system that is described by a table of its throughputs."""
+    """Policy of another system whose throughputs and pauses are those of a table."""
 
     rows: ClassVar[Mapping[int | DownByStage, EntryRow]]
 
     def _find_row(self, down: DownByStage) -> EntryRow | None:
         if down in self.rows:
             return self.rows[down]
+        # A row for more dead workers holds as well, because live workers may idle.
         counts = [key for key in self.rows if isinstance(key, int) and key >= sum(down)]
         return self.rows[min(counts)] if counts else None
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the table's row for `down`, by stage."""
+        """Return the samples per second in the table's row for `down`. 0 without a row."""
         row = self._find_row(down)
         return row.samples_per_second if row else 0.0
 
     def pause(self, down: DownByStage) -> float:
-        """Return the seconds of pause before training with `down` dead workers by stage."""
+        """Return the pause in seconds in the table's row for `down`. 0 without a row."""
         row = self._find_row(down)
         return row.pause_seconds if row else 0.0
 
 
 def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """Return a JSON file's contents. Raises EntryError that names the file and `expected`."""
+    """Return a JSON file's contents. Raises EntryError that names file and `expected` form."""
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -143,11 +144,15 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 
 
 def read_entry(path: Path) -> EntryTable:
-    """Read another system's file for the benchmark. Raises EntryError that names it."""
+    """Read the file that states another system's throughput for the benchmark.
+
+    Raises EntryError that names the file.
+    """
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():
         if not rows:
             raise EntryError(f"{path}: cases.{case}: no rows; expected at least one, for `down` 0")
+        # Values below 0 and a second row for the same workers would make a policy's rate ambiguous.
         for number, row in enumerate(rows):
             counts = row.down if isinstance(row.down, list) else [row.down]
             if min([0, *counts, row.samples_per_second, row.pause_seconds]) < 0:
@@ -165,8 +170,8 @@ def read_entry(path: Path) -> EntryTable:
 def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy] | None:
     """Return a policy class with a table's throughputs and pauses for the named case.
 
-    None if the table has no rows for it. Raises EntryError if a row is for another number of stages
-    than `stages`.
+    None if the table has no rows for that case. Raises EntryError if a row lists another number of
+    stages than `stages`.
     """
     rows = table.cases.get(case)
     if rows is None:
@@ -179,16 +184,25 @@ def make_table_policy(table: EntryTable, case: str, stages: int) -> type[Policy]
                 f"each of {stages} stages"
             )
         row_by_down[tuple(row.down) if isinstance(row.down, list) else row.down] = row
-    return type("TableEntry", (_TableEntry,), {
-        "name": table.name, "title": table.title, "source": table.source, "rows": row_by_down,
-        "assumptions": "rates and pauses of its table; a failure also costs half an iteration"})
+    # A class of its own, since policies are named and made by their class.
+    return type(
+        "TableEntry",
+        (_TableEntry,),
+        {
+            "name": table.name,
+            "title": table.title,
+            "source": table.source,
+            "rows": row_by_down,
+            "assumptions": "rates and pauses of its table; a failure also costs half an iteration",
+        },
+    )
 
 
 def load_installed_policy(name: str) -> type[Policy] | None:
-    """Return the policy class that a package registers as entry point `name`.
+    """Return the policy class that an installed package registers as entry point `name`.
 
-    None if no installed package does. Raises EntryError if it cannot be imported or is not a
-    policy.
+    None if no package registers that name. Raises EntryError if the class cannot be imported or is
+    not a policy.
     """
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:

@@ -1,12 +1,11 @@
-"""Failure models: published rates, causes and durations of failures. Each number states its source.
+"""Failure models: published rates, causes and durations of failures, each with its source.
 
 A model is a list of kinds of failures. A kind takes a *domain* down at once: one GPU, a server of
 8, all machines on one switch, a rack, a power feed. Rates and causes are published; the time that a
 machine is away seldom is. If a figure is our assumption, its source says so.
 
-A model may have a published curve of mean times to failure (MTTF) by size of the job. Then all its
-rates are scaled so that a job of that many GPUs fails as the curve says. Between published sizes
-the logarithms are interpolated; outside them the rate of a GPU is that of the nearest size.
+A model may have a published curve of mean times to failure (MTTF) by size of the job, to which all
+its rates are then scaled.
 """
 
 import math
@@ -28,20 +27,20 @@ class FailureKind(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     """Number of neighbouring GPUs that a failure takes down at once: its domain."""
     mtbf_hours: float
-    """Mean hours between failures of one domain, which is this many neighbouring GPUs."""
+    """Mean hours between failures of one domain of `gpus` GPUs."""
     transient_share: float = UNICRON_TRANSIENT
     """Share of failures after which a restart brings the machines back."""
     restart_hours: float = 0.1
-    """Mean hours that such a restart takes; assumed unless the source gives it."""
+    """Mean hours of a restart after a transient failure; assumed unless given."""
     repair_hours: float = 4.0
-    """Mean time of other failures' repair or replacement. Assumed unless the source gives it."""
+    """Mean hours of repair or replacement after other failures; assumed unless given."""
     repair_median_hours: float | None = None
-    """Median hours of a repair, then log-normally distributed; None: exponentially."""
+    """Median hours of a repair, if repairs are distributed log-normally; None: exponentially."""
     source: str = "given by the user"
 
 
 class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates, causes and repair times of failures of GPUs. A domain's GPUs fail at once."""
+    """Rates, causes and repair times of failures, which take whole domains of GPUs down."""
 
     name: str
     kinds: tuple[FailureKind, ...]
@@ -49,17 +48,14 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
     mttf_hours: tuple[tuple[int, float], ...] = ()
     """Published curve: pairs (GPUs of a job, mean hours to its next failure), ascending."""
     repairs_at_once: int | None = None
-    """Number of domains repaired at a time, in order of failure; None: no limit."""
+    """Largest number of domains repaired at a time, in order of failure. None: no limit."""
+    # The smaller the shape, the larger the share of all failures that the same few domains have.
     rate_shape: float | None = None
-    """Shape of the gamma distribution of domains' rates; None: equal rates.
-
-    The mean is the rate of their kind. The smaller it is, the larger the share of all failures that
-    the same few domains have.
-    """
+    """Shape of the gamma distribution of domains' failure rates. None: equal rates."""
     period_days: float | None = None
-    """Length of periods in which all domains fail more or less; None: no periods."""
+    """Days after which a new factor on all failure rates is drawn. None: no factor."""
     period_shape: float = 1.0
-    """Shape of the gamma distribution of periods' rates, with mean 1. Small: few are bad."""
+    """Shape of the gamma distribution of periods' factors, of mean 1; small: few are large."""
 
     def mean_hours_to_failure(self, gpus: int) -> float:
         """Return the mean hours between failures of any kind in this number of GPUs."""
@@ -68,10 +64,9 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 / sum(-(-gpus // kind.gpus) / kind.mtbf_hours for kind in self.kinds)
 
     def scale_kinds(self, gpus: int) -> tuple[FailureKind, ...]:
-        """Return the kinds of failures with rates scaled to a job of this many GPUs.
+        """Return the kinds of failures, with their rates for a job of this many GPUs.
 
-        Its mean time to failure is then that of the published curve, `mttf_hours`. Without a curve,
-        the rates are unchanged.
+        The rates follow the curve `mttf_hours`; without a curve, the kinds are unchanged.
         """
         if not self.mttf_hours:
             return self.kinds
@@ -87,8 +82,8 @@ class FailureModel(msgspec.Struct, frozen=True, kw_only=True):
 def interpolate_mttf(points: Sequence[tuple[int, float]], gpus: int) -> float:
     """Return the mean time to failure in hours of a job with this many GPUs.
 
-    It is interpolated between published points (GPUs, hours). It is log-linear between the points.
-    Outside them the rate of a GPU is that of the nearest point.
+    Between the published `points`, pairs (GPUs, hours), the logarithm of the time is linear in that
+    of the GPUs. Outside them, the rate per GPU is that of the nearest point.
     """
     sizes = [size for size, _ in points]
     nearest = min(max(gpus, sizes[0]), sizes[-1])
@@ -101,21 +96,22 @@ def interpolate_mttf(points: Sequence[tuple[int, float]], gpus: int) -> float:
 def make_single_gpu_model(
     mtbf_hours: float, source: str = "given by the user", *, name: str = "given"
 ) -> FailureModel:
-    """Return a model with one kind of failure, of a single GPU.
+    """Return a model in which single GPUs fail, every `mtbf_hours` on average.
 
-    Each fails once in `mtbf_hours` on average. The model states `source` as the origin of this
-    number.
+    The text `source` says where that number is from.
     """
-    return FailureModel(name=name, source=source,
-                        kinds=(FailureKind(cause="any", mtbf_hours=mtbf_hours, source=source),))
+    return FailureModel(
+        name=name,
+        source=source,
+        kinds=(FailureKind(cause="any", mtbf_hours=mtbf_hours, source=source),),
+    )
 
 
 # --- Llama 3 --------------------------------------------------------------------------------------
 
 LLAMA_3_GPUS = 16_384
-"""Number of GPUs of the training of Llama 3."""
 LLAMA_3_HOURS = 54 * 24.0
-"""Length of the time in which its interruptions were counted."""
+"""Number of hours in which the interruptions of Llama 3's training were counted."""
 GPUS_PER_SWITCH = 16
 """Number of GPUs on one switch: a rack of two servers (Llama 3, section 3.3.1)."""
 # (cause, interruptions in 54 days, GPUs of the domain, True if a restart is mostly enough)
@@ -150,6 +146,7 @@ def _build_llama_3() -> FailureModel:
     for cause, count, gpus, restarts in _LLAMA_3:
         domains = LLAMA_3_GPUS / gpus
         of_switch, ending = "", "; transient share of Unicron, repair times assumed"
+        # Say in the source where the published table leaves the domain open.
         if gpus == GPUS_PER_SWITCH:
             of_switch = (
                 " (a rack and its switch, section 3.3.1; the table does not part switches from "
@@ -182,9 +179,9 @@ def _build_llama_3() -> FailureModel:
 
 RSC = "Meta Research SuperCluster (Kokolis et al., HPCA 2025, arXiv 2410.21680)"
 RSC_1 = 6.50
-"""Failures per 1,000 days of RSC-1's nodes of 8 A100 (section III, figure 7)."""
+"""Failures per 1,000 node-days of RSC-1, whose nodes have 8 A100 (section III, figure 7)."""
 RSC_2 = 2.34
-"""Failures per 1,000 node-days of the cluster RSC-2, likewise."""
+"""Failures per 1,000 node-days of RSC-2 (section III, figure 7)."""
 RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
 """Pairs (GPUs, MTTF in hours), projected beyond 1,024 (section III, figure 7)."""
 
@@ -192,6 +189,7 @@ RSC_MTTF = ((1_024, 7.9), (16_384, 1.8), (131_072, 0.23))
 def _build_meta_rsc(
     name: str, rate: float, curve: tuple[tuple[int, float], ...], source: str
 ) -> FailureModel:
+    # The published rate is of whole nodes; that a quarter of it takes all GPUs is our assumption.
     parts = (("a GPU or its link", 1, 0.75), ("a server", GPUS_PER_SERVER, 0.25))
     kinds = (
         FailureKind(
@@ -224,19 +222,16 @@ INFINITE_HBD_DAYS = 348.98
 # (cause, faults, share back within 4 h, their mean, mean and median hours of all others)
 _INFINITE_HBD = (
     ("hardware or software", 322, 0.295, 0.81, 252.5, 62.3),
-    ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1))
+    ("unknown error, stress test, change", 262, 0.363, 1.44, 120.0, 42.1),
+)
+# A server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none.
 INFINITE_HBD_SHAPE = 0.93
-"""Shape of the gamma distribution of the servers' failure rates, fitted by moments.
-
-A server has 1.46 faults on average, with a variance of 3.75; 169 of 400 have none.
-"""
+"""Shape of the gamma distribution of the servers' failure rates, fitted by moments."""
 INFINITE_HBD_PERIOD_DAYS = 30.0
-"""Length in days of the periods with a common failure rate."""
+"""Length in days of the periods with a common factor on all failure rates."""
+# In 30 days servers fail 48.6 times on average, with a variance of 14.9 times that.
 INFINITE_HBD_PERIOD_SHAPE = 3.5
-"""Shape of the gamma distribution of these rates, fitted by moments.
-
-In 30 days servers fail 48.6 times on average, with a variance of 14.9 times that.
-"""
+"""Shape of the gamma distribution of the periods' factors, fitted by moments."""
 
 
 def _build_infinite_hbd() -> FailureModel:
@@ -257,6 +252,7 @@ def _build_infinite_hbd() -> FailureModel:
         )
         for cause, count, share, short, mean, median in _INFINITE_HBD
     )
+    # Servers differ by more than chance, and so do months: both have rates of their own.
     return FailureModel(
         name="infinite-hbd",
         kinds=kinds,
@@ -291,9 +287,8 @@ _DELTA_A100 = (
 )
 """GPU errors in the Delta cluster: (cause, per GPU-hour, True if only the process ends)."""
 FT_HSDP_GPUS = 100_000
-"""Number of GPUs of the job of FT-HSDP."""
 FT_HSDP_HOURS = 18 / 60
-"""Mean time between its failures."""
+"""Mean hours between failures of FT-HSDP's job."""
 FT_HSDP = (
     "FT-HSDP (Salpekar et al., arXiv 2602.00277), abstract: 44 % effective training time with 10 "
     "minutes lost at each failure, 100,000 GPUs: one in 18 minutes"
@@ -318,11 +313,8 @@ def _build_delta(name: str, errors: tuple[tuple[str, float, bool], ...]) -> Fail
 
 
 def _build_llama_3_domains() -> FailureModel:
-    """Return Llama 3's failure model with two more kinds of failure.
-
-    They are of a power feed (128 GPUs) and of a pod's switch (3,072 GPUs); at most 8 repairs run at
-    a time.
-    """
+    """Return Llama 3's model with failures of power feeds and pods, too."""
+    # A power feed has 128 GPUs, a pod's switch 3,072.
     above = (
         FailureKind(
             cause="power feed of a row of racks",
@@ -385,31 +377,32 @@ FAILURE_MODELS: Mapping[str, FailureModel] = {
         ),
     )
 }
-"""Failure models by name. Places are GPUs; `group_gpus` makes workers of several."""
+"""Failure models by name, for traces whose places are single GPUs (see `group_gpus`)."""
 
 
 # --- Slow for a while -----------------------------------------------------------------------------
 
 
 class SlowKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of temporary slowness of a worker, or of links that all wait for."""
+    """One cause of temporary slowness: of one worker, or of links that all wait for."""
 
     cause: str
     share: float
-    """Share of the time in which a job has this slowness. Some worker is slow, or its links."""
+    """Share of the time in which a job has a slow worker, or slow links."""
     hours: float
     """Mean duration of one slow time, in hours."""
     factor: float
-    """Factor by which the worker, or with slow links the job, takes longer."""
+    """Factor by which the slow worker, or with slow links the whole job, takes longer."""
     links: bool = False
     source: str = "given by the user"
 
     def hours_between(self, units: int) -> float:
-        """Return the mean hours from the end of one worker's slow time to its next.
+        """Return the mean hours from the end of one unit's slow time to its next.
 
-        For links, those of all links together, with `units` = 1. The hours are such that, among
-        `units` workers, at least one is slow for `share` of the time.
+        A unit is a worker, or all links together. Among `units` of them, at least one is then slow
+        for `share` of the time.
         """
+        # Share of time in which a single unit is slow: 1 - (1 - share)^(1 / units).
         slow = -math.expm1(math.log1p(-self.share) / units)
         return self.hours * (1 - slow) / slow
 
@@ -418,15 +411,9 @@ _GREYHOUND = "Greyhound (Wu et al., USENIX ATC 2025, arXiv 2410.12588), section 
 GREYHOUND_DELAY = 1.34
 """Mean factor by which slow workers or links lengthen large jobs (abstract)."""
 _SHARES = {"compute": 0.02, "links": 0.40}
-"""Shares of a job's time in which workers or links are slow.
-
-As we read the source: computation under 2 %, communication 40 %.
-"""
+"""Shares of time with slow computation and slow links. Our reading: under 2 %, and 40 %."""
 _FACTOR = 1 + (GREYHOUND_DELAY - 1) / sum(_SHARES.values())
-"""Factor by which a job takes longer while computation or links are slow.
-
-Both are taken to be equal. With it, a job that waits takes 1.34 times as long on average.
-"""
+"""Slowdown factor of both causes, with which jobs take 1.34 times as long on average."""
 
 SLOW_MODELS: Mapping[str, tuple[SlowKind, ...]] = {
     "greyhound": (

@@ -9,13 +9,13 @@ from slipstream.planner.job.file import Job
 LAYERS_PER_STAGE = 8
 """Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""Largest number of layers for formulas; in larger models several count as one."""
+"""Largest number of layers in formulas; in larger models several layers count as one."""
 DownByStage = tuple[int, ...]
 """Number of dead workers of each stage (column)."""
 
 
 class Loads:
-    """Compute times of layers, workers and iterations of a job of equally fast workers."""
+    """Seconds that a job's layers, workers and iterations take by formula, at equal speeds."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -23,12 +23,12 @@ class Loads:
         self._loads: dict[DownByStage, float] = {}
 
     def spread_evenly(self, failures: int) -> DownByStage | None:
-        """Return the dead workers of each stage if `failures` are spread evenly.
+        """Return the dead workers of each stage if `failures` are spread evenly over stages.
 
-        None if a stage would have none alive. If they do not divide evenly, the rest go to
-        different stages: those whose workers then have the least work; among equal stages, the last
-        ones, which wait least for others. Of all distributions, this one leaves the most workers to
-        the stage that has the fewest.
+        None if a stage would have no live worker. Failures that do not divide evenly go to the
+        stages whose workers then have the least work; among equal ones, to the last, which wait
+        least for others. No other distribution leaves more workers to the stage that has the
+        fewest.
         """
         if failures not in self._spread_by_failures:
             self._spread_by_failures[failures] = self._compute_spread(failures)
@@ -46,7 +46,11 @@ class Loads:
         return tuple(each + (stage in more) for stage in range(self._job.stages))
 
     def max_load_seconds(self, down: DownByStage) -> float:
-        """Return the compute seconds of the most loaded worker, with `down` dead by stage."""
+        """Return the busiest worker's seconds of work in an iteration.
+
+        The argument `down` has the number of dead workers of each stage. All-reduces and optimizer
+        steps are included. Infinite if a stage has no live worker.
+        """
         if down not in self._loads:
             self._loads[down] = max(
                 self._stage_load_seconds(stage, count) for stage, count in enumerate(down)
@@ -54,19 +58,16 @@ class Loads:
         return self._loads[down]
 
     def _stage_load_seconds(self, stage: int, down: int) -> float:
-        """Return the seconds that the most loaded worker of a stage computes.
-
-        ceil(M / live) (F + I + W) + A + O. M is the number of micro-batches of all pipelines, and
-        `live` the number of live workers of the stage.
-        """
+        """Return the seconds of work of a stage's busiest worker with `down` workers dead."""
         if down >= self._job.pipelines:
             return math.inf
+        # Of all M micro-batches it runs ceil(M / live), then one all-reduce and one step.
         work, step = self._seconds_by_stage[stage]
         return -(-sum(self._job.microbatches) // (self._job.pipelines - down)) * work + step
 
     @cached_property
     def _seconds_by_stage(self) -> Sequence[tuple[float, float]]:
-        """Seconds of a micro-batch's compute, and of all closing ops, by column."""
+        """Pairs, by column: seconds of a micro-batch's compute, and of all-reduces and step."""
         times, by_column = self._job.time, []
         for column in range(self._job.stages):
             stages = [
@@ -74,6 +75,7 @@ class Loads:
                 for stage, column_of_stage in enumerate(self._job.columns)
                 if column_of_stage == column
             ]
+            # With two directions, a micro-batch passes only the column's stages of its own one.
             work = (
                 sum(
                     times.forward[stage]
@@ -91,7 +93,7 @@ class Loads:
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
-        """Seconds of F, I and W of each layer together, equal parts of its stage's."""
+        """Seconds of F, I and W of a micro-batch, by layer; equal within a stage."""
         job, depth = self._job, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
@@ -119,10 +121,8 @@ class Loads:
     def work_conserving_seconds(self, live: float) -> float:
         """Return a lower bound on the seconds of an iteration on `live` workers.
 
-        The work is spread evenly over them; then come the shortest all-reduce and optimizer step of
-        any stage.
-
-        A worker at half speed counts half in `live`.
+        All work is spread evenly over the workers; then come the shortest all-reduce and optimizer
+        step of any stage. A worker at half speed counts half.
         """
         if live <= 0:
             return math.inf
@@ -131,7 +131,7 @@ class Loads:
 
     @cached_property
     def _total_work_seconds(self) -> tuple[float, float]:
-        """Seconds of all compute ops, and the least of any stage's closing ops."""
+        """Seconds of all compute ops of an iteration, and of any stage's shortest closing ops."""
         times, work = self._job.time, sum(self._stage_seconds)
         return work * sum(self._job.microbatches), min(
             map(sum, zip(times.all_reduce, times.optimizer, strict=True))
@@ -139,7 +139,7 @@ class Loads:
 
 
 def spread_over_stages(failures: int, stages: int) -> DownByStage:
-    """Return the failures of each stage if spread evenly, the rest to the last stages."""
+    """Return the number of failures of each stage, spread evenly. The last stages get the rest."""
     return tuple(
         failures // stages + (stage >= stages - failures % stages) for stage in range(stages)
     )

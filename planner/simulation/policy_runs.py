@@ -1,4 +1,4 @@
-"""Simulates policies over an availability trace, and adds up the time lost by cause."""
+"""Simulate policies over an availability trace, and add up the time lost by cause."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -20,13 +20,13 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Result of one policy over one trace: n spans of time, with rates and causes."""
+    """Result of one policy over one trace: consecutive spans of time, each with its phase."""
 
     policy: str
     fault_free_rate: float
     """Samples per second with all workers alive."""
     seconds: Floats
-    """Time in seconds at which each span starts, and the last one ends. n + 1 values."""
+    """Times in seconds at which spans start, and the last one ends. n + 1 values for n spans."""
     phases: Sequence[Phase]
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
@@ -44,7 +44,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def cause_indices(self) -> npt.NDArray[np.int64]:
-        """Index into `CAUSES` (reasons for less progress) of the cause of each span of time."""
+        """Index into `CAUSES` of the cause of each span."""
         return np.array([_NUMBER[phase.cause] for phase in self.phases], dtype=np.int64)
 
     @property
@@ -65,12 +65,11 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio.
+        """Effective training time ratio: the share of time in which new samples are trained.
 
-        The share of the time in which samples are trained for the first time. The ratio is that of
-        "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (Kokolis et al.,
-        HPCA 2025, arXiv 2410.21680): productive time over elapsed time, whatever the throughput is.
-        Time spent writing checkpoints is not productive.
+        The definition is that of Kokolis et al. ("Revisiting Reliability in Large-Scale Machine
+        Learning Research Clusters", HPCA 2025, arXiv 2410.21680), whatever the throughput. Time to
+        write checkpoints is not productive.
         """
         full = self.useful_rates + self.checkpoint_rates
         training = np.divide(self.useful_rates, full, out=np.zeros_like(full), where=full > 0)
@@ -78,36 +77,39 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def seconds_to_recover(self) -> float:
-        """Mean time to recover (MTTR).
+        """Mean time to recover (MTTR): mean length of intervals without new samples.
 
-        The mean length of intervals without new samples; 0 if there are none. An interval lasts
-        from the failure (or the change of schedule) until all lost work is redone.
+        An interval lasts from the failure or change of schedule until all lost work is redone. The
+        mean is 0 without any interval.
         """
         stopped = self.useful_rates == 0
         count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
         return float(np.diff(self.seconds)[stopped].sum() / count) if count else 0.0
 
     def mean_rates_between(self, edges: Floats) -> Floats:
-        """Return the mean useful samples per second between ascending `edges` in seconds."""
+        """Return the mean useful samples per second between neighbouring `edges`, in seconds."""
         trained = np.concatenate([[0.0], np.cumsum(self.useful_rates * np.diff(self.seconds))])
         mean: Floats = np.diff(np.interp(edges, self.seconds, trained)) / np.diff(edges)
         return mean
 
     def seconds_lost(self, best: float) -> dict[Cause, float]:
-        """Return the seconds lost by each cause, beside a job that never fails.
+        """Return the seconds lost by each cause, compared with a job that never fails.
 
-        That job always trains `best` samples per second. The sum of the values is the length of the
-        trace times (1 - throughput / best).
+        The job compared with always trains `best` samples per second. The values add up to the
+        length of the trace times (1 - throughput / best).
         """
         spans = np.diff(self.seconds)
         lost = {
             cause: float(spans[self.cause_indices == number].sum())
             for number, cause in enumerate(CAUSES)
         }
+        # Training is slower than the best for several causes at a time: each is charged with the
+        # samples that it takes, in seconds at the best rate.
         running = self.cause_indices == _NUMBER[Cause.RUN]
         durations, useful = spans[running], self.useful_rates[running]
         checkpointed = self.checkpoint_rates[running]
         workers, links = np.array(self.slowdowns).reshape(-1, 2)[running].T
+        # Rates without any slowness; links are charged first, then slow workers, then dead ones.
         unslowed = workers * links * (useful + checkpointed)
         lost[Cause.LINKS] = float(np.dot(durations, (links - 1) * (useful + checkpointed)) / best)
         lost[Cause.SLOW] = float(
@@ -120,7 +122,10 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
-    """Simulate a policy over a trace that fits its job (`fit_to_job`); return its spans."""
+    """Simulate a policy over a trace that fits its job (`fit_to_job`), and return the result.
+
+    A policy object records the run, so it can be simulated once.
+    """
     assert trace.places == policy.scenario.workers, "the trace does not fit the job"
     spans, links = policy.spans, 1.0
     phases: Sequence[Phase] = policy.start(trace.live)
@@ -129,6 +134,7 @@ def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
     ):
         if change.seconds >= trace.length_seconds:
             break
+        # What was planned holds until the change, which the policy then answers.
         remaining = spans.record_until(phases, change.seconds, policy.slowdown, links)
         links = change.links or links
         phases = policy.handle_change(change, remaining)
@@ -148,15 +154,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     trace: AvailabilityTrace
     runs: Mapping[str, PolicyRun]
     best_rate: float
-    """Samples per second of the fastest policy, all alive, to measure lost time."""
+    """Samples per second of the fastest policy, no reference line, with all workers alive."""
     planned: Mapping[str, PolicyRun] = msgspec.field(default_factory=dict)
-    """Runs of other systems' policies if they, too, run this planner's schedules."""
+    """Runs of other systems' policies with this planner's schedules instead of theirs, by name."""
 
     def failure_seconds(self, name: str, *, planned: bool = False) -> float:
-        """Return the seconds that failures take of a policy.
+        """Return the seconds that failures cost a policy, compared with its own rate without any.
 
-        They are at its own rate with all workers alive. Set `planned` to True for its run with this
-        planner's schedules.
+        With `planned`, the policy's run with this planner's schedules counts.
         """
         run = (self.planned if planned else self.runs)[name]
         return (
@@ -172,9 +177,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def goodput(self, name: str) -> float | None:
         """Return a policy's mean useful samples per second as a share of the best rate.
 
-        That is the best policy's with all workers alive. This is 1 - lost time, as in Google's ML
-        Productivity Goodput (2024): the share that losses of availability and of efficiency leave.
-        None for a reference line, which is not a system and may be faster than the best of them.
+        The best rate is the best policy's with all workers alive, as in Google's ML Productivity
+        Goodput (2024). None for a reference line, which is not a system and may be faster than the
+        best of them.
         """
         if POLICIES[name].is_reference:
             return None
@@ -191,23 +196,9 @@ def compare_policies(
     """Simulate policies over one trace, which must fit the job.
 
     Policies of other systems are simulated twice: with the schedules that they publish, and with
-    this planner's.
-
-    After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if there
-    are none.
-
-    Parameters
-    ----------
-    policies
-        Classes of the policies, in the order of the result.
-    throughputs
-        Throughputs of the job's schedules.
-    costs
-        Seconds that reactions to failures take.
-    trace
-        Trace that was fitted to the job.
-    progress
-        Function that is called with the number of simulations done, and of all.
+    this planner's. The function `progress` receives how many policies are done, and how many there
+    are. After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if
+    there are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
     with_planned = scenario._replace(throughputs=throughputs.with_planned_pipelines())
@@ -216,6 +207,7 @@ def compare_policies(
     try:
         for done, policy_class in enumerate(policies, 1):
             runs[policy_class.name] = simulate_policy(policy_class(scenario), trace)
+            # With equal schedules, only the ways to handle failures differ.
             if not policy_class.plans_schedules and not policy_class.is_reference:
                 planned[policy_class.name] = simulate_policy(policy_class(with_planned), trace)
             progress(done, len(policies))
@@ -240,21 +232,20 @@ def compare_policies(
 
 
 class TraceSimulator:
-    """Callable that simulates policies over numbered traces, and keeps their plans."""
+    """Function object that simulates policies over a trace at a time, and keeps all plans."""
 
     def __init__(
         self, policies: Sequence[type[Policy]], make: Callable[[], Throughputs], costs: Costs
     ) -> None:
-        """Set the policies, a factory of throughputs (`make`), and `costs`.
+        """Set the policies, the function `make` that creates throughputs, and the costs.
 
-        Costs are the seconds that reactions to failures take. The factory must be picklable if
-        other processes get a copy of this object.
+        The function must be picklable if other processes get a copy of this object.
         """
         self._policies, self._make, self._costs = policies, make, costs
         self._throughputs: Throughputs | None = None
 
     def __call__(self, numbered: tuple[int, AvailabilityTrace]) -> dict[str, float]:
-        """Return the mean useful samples per second by policy, for (number, trace)."""
+        """Return the mean useful samples per second by policy; `numbered` is (number, trace)."""
         _, trace = numbered
         if self._throughputs is None:
             self._throughputs = self._make()
@@ -264,28 +255,18 @@ class TraceSimulator:
         }
 
 
-def simulate_traces(policies: Sequence[type[Policy]], throughputs: Throughputs, costs: Costs,
-                    traces: Sequence[AvailabilityTrace],
-                    progress: CountCallback = lambda _done, _total: None) -> dict[str, Floats]:
+def simulate_traces(
+    policies: Sequence[type[Policy]],
+    throughputs: Throughputs,
+    costs: Costs,
+    traces: Sequence[AvailabilityTrace],
+    progress: CountCallback = lambda _done, _total: None,
+) -> dict[str, Floats]:
     """Return the mean useful samples per second by policy, one value for each trace.
 
-    Traces are simulated in this process.
-
-    After Ctrl-C the traces that were finished are returned. Raises KeyboardInterrupt if there are
-    none.
-
-    Parameters
-    ----------
-    policies
-        Classes of the policies.
-    throughputs
-        Throughputs of the job's schedules.
-    costs
-        Seconds that reactions to failures take.
-    traces
-        Traces that were fitted to the job.
-    progress
-        Function that is called with the number of traces done, and of all.
+    Every trace must fit the job. The function `progress` receives how many traces are done, and how
+    many there are. After Ctrl-C, the result has only the traces that were finished. Raises
+    KeyboardInterrupt if there are none.
     """
     simulated = TraceSimulator(policies, lambda: throughputs, costs)
     results = ((number, simulated((number, trace))) for number, trace in enumerate(traces))
@@ -298,11 +279,11 @@ def gather_throughputs(
     traces: int,
     progress: CountCallback = lambda _done, _total: None,
 ) -> dict[str, Floats]:
-    """Collect the mean samples per second by policy, one value for each trace.
+    """Collect the mean samples per second by policy, one value for each trace, in order.
 
-    They are in the order of the traces. The `results` are pairs in any order: the number of a
-    trace, and a result of `TraceSimulator`. After Ctrl-C the traces that were finished are
-    returned. Raises KeyboardInterrupt if there are none.
+    The `results` are pairs in any order: the number of a trace, and a result of `TraceSimulator`;
+    `traces` is how many there will be. After Ctrl-C the result has only the traces that were
+    finished. Raises KeyboardInterrupt if there are none.
     """
     by_number: dict[int, Mapping[str, float]] = {}
     try:

@@ -1,15 +1,14 @@
-"""Reads traces that others have published. The files stay with their owners; the formats are these.
+"""Read traces that others have published. The files stay with their owners; the formats are these.
 
 SkyPilot's spot traces (github.com/skypilot-org/spot-traces, "Can't Be Late", NSDI 2024): JSON
-`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, the number of available instances at
-each tick.
+`{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, ...]}`, the number of available instances,
+every `gap_seconds`.
 
 AcmeTrace (github.com/InternLM/AcmeTrace, "Characterization of Large Language Model Development in
 the Datacenter", NSDI 2024): CSV, one line for each job, with
-`job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time, end_time`; Kalos also has
-`fail_time`. It has no failures of machines. A job that fails (`FAILED_STATES`, `TIMEOUT`,
-`NODE_FAIL`) removes one of the servers, drawn at random, until the next job of its user of that
-size begins.
+`job_id,user,node_num,gpu_num,...,type,state,submit_time,start_time,end_time`; Kalos also has
+`fail_time`. It has no failures of machines. A job that fails (`FAILED`, `TIMEOUT`, `NODE_FAIL`)
+removes one of the servers, drawn at random, until the next job of its user of that size begins.
 
 InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace, SIGCOMM 2025, arXiv 2502.03885): JSON, a
 list of `{"node_id": "06...", "event_time": 8.61, "event_type": "fault_start", "fault_type": {...}}`
@@ -45,11 +44,11 @@ from slipstream.planner.simulation.availability_trace import AvailabilityTrace, 
 FAILED_STATES = ("FAILED", "TIMEOUT", "NODE_FAIL")
 ACME_FIELDS = ("job_id", "user", "node_num", "gpu_num", "type", "state", "start_time", "end_time")
 TRAINING_TYPE = "Pretrain"
-"""Type of AcmeTrace's jobs to read, if there; else all on several servers."""
+"""Type of AcmeTrace's jobs that are read. If none has it, all jobs on several servers are."""
 MAX_ABSENCE_SECONDS = 86_400.0
-"""Longest absence of a job."""
+"""Longest time within which a user's next job replaces a failed one."""
 USUAL_ABSENCE_SECONDS = 360.0
-"""Absence assumed for the server of a job that stays away longer."""
+"""Seconds for which a failed job's server is away if its user starts none soon."""
 STRAGGLER_FIELDS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 SLOWNESS_DIGITS = 1
 """Number of decimal places to which slowdown factors are rounded."""
@@ -57,11 +56,13 @@ SLOWNESS_DIGITS = 1
 
 class _SpotMetadata(msgspec.Struct):
     """Metadata of a spot trace: the seconds between two counts."""
+
     gap_seconds: float
 
 
 class _SpotTrace(msgspec.Struct):
     """JSON object of a spot trace of SkyPilot."""
+
     metadata: _SpotMetadata
     data: list[float]
 
@@ -70,13 +71,16 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 
 
 def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
-    """Return pairs (seconds, instances) of SkyPilot, and the length. Raises ValueError."""
+    """Return a spot trace as pairs (seconds, instances), and its length in seconds.
+
+    The instances are those from that time on. Raises ValueError if the text has another form.
+    """
     try:
         trace = _SPOT_TRACE.decode(text)
     except msgspec.MsgspecError as error:
         raise ValueError(
             f'expected {{"metadata": {{"gap_seconds": 300}}, "data": [...]}} (a spot trace): '
-            f'{error}'
+            f"{error}"
         ) from None
     gap = trace.metadata.gap_seconds
     if not 0 < gap < math.inf:
@@ -84,8 +88,12 @@ def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     for number, value in enumerate(trace.data):
         if value < 0 or value != int(value):
             raise ValueError(f"data[{number}] is {value:g}; expected a number of instances")
-    counts = [(number * gap, int(value)) for number, value in enumerate(trace.data)
-              if not number or value != trace.data[number - 1]]
+    # Only counts that differ from the one before say something.
+    counts = [
+        (number * gap, int(value))
+        for number, value in enumerate(trace.data)
+        if not number or value != trace.data[number - 1]
+    ]
     return counts, len(trace.data) * gap
 
 
@@ -97,7 +105,8 @@ INFINITE_HBD_SERVERS = 400
 
 
 class _Fault(msgspec.Struct):
-    """Begin or end of a fault of one server in InfiniteHBD-Trace."""
+    """Beginning or end of a fault of one server in InfiniteHBD-Trace."""
+
     node_id: str
     event_time: Annotated[float, msgspec.Meta(ge=0, le=36_525)]
     """Time in days since the trace began."""
@@ -108,7 +117,10 @@ _FAULTS = msgspec.json.Decoder(list[_Fault])
 
 
 def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
-    """Return InfiniteHBD-Trace's servers, down during faults. Raises ValueError."""
+    """Return InfiniteHBD-Trace as a trace `name` of servers, which are down during faults.
+
+    Raises ValueError if the text has another form, no event, or a fault that only ends.
+    """
     try:
         events = sorted(_FAULTS.decode(text), key=lambda event: event.event_time)
     except msgspec.MsgspecError as error:
@@ -120,6 +132,7 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
         raise ValueError("no faults; expected at least one event")
     nodes = sorted({event.node_id for event in events})
     place_of = {node: place for place, node in enumerate(nodes)}
+    # Faults of a server may overlap: it is down while any of them lasts.
     faults, changes = dict.fromkeys(place_of.values(), 0), []
     for days, together in groupby(events, key=lambda event: event.event_time):
         before = dict[int, int]()
@@ -157,6 +170,7 @@ def parse_fault_trace(text: str, name: str) -> AvailabilityTrace:
 
 class _AcmeJob(NamedTuple):
     """Job of AcmeTrace, with its times in seconds."""
+
     user: str
     servers: int
     gpus: int
@@ -166,10 +180,12 @@ class _AcmeJob(NamedTuple):
 
 
 def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
-    """Return AcmeTrace as a trace of servers.
+    """Return AcmeTrace as a trace `name` of servers.
 
-    Each failed job removes a server, drawn at random, until the user's next job of that size
-    begins. Raises ValueError, whose message names the line.
+    Each failed job takes a server, drawn with `seed`, until its user begins the next job of that
+    size; for `USUAL_ABSENCE_SECONDS` if that is not within `MAX_ABSENCE_SECONDS`. Of jobs that fail
+    at one instant, only the first counts. Raises ValueError for a line of another form, which it
+    names, or if no job on several servers has a start and a later end.
     """
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
@@ -177,6 +193,7 @@ def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
     first = min(job.begin for job in jobs)
     places = _peak_servers(jobs)
     absence_of = _seconds_to_next_jobs(jobs)
+    # In order of failures: servers whose time is up return first, then one of the others leaves.
     choice, down, changes = random.Random(seed), dict[int, float](), []
     for job in sorted((job for job in jobs if job.failed), key=lambda job: job.end):
         now = job.end - first
@@ -219,6 +236,7 @@ def _parse_acme_jobs(text: str) -> Iterator[_AcmeJob]:
     training, several = list[_AcmeJob](), list[_AcmeJob]()
     for number, row in enumerate(rows, 2):
         try:
+            # Jobs on one server tell little about training on many.
             if not row["start_time"] or not row["end_time"] or int(float(row["node_num"] or 0)) < 2:
                 continue
             begin, end = (
@@ -230,9 +248,14 @@ def _parse_acme_jobs(text: str) -> Iterator[_AcmeJob]:
                 if row.get("fail_time")
                 else end
             )
-            job = _AcmeJob(row["user"], int(float(row["node_num"])), int(float(row["gpu_num"])),
-                           row["state"] in FAILED_STATES,
-                           begin, end)
+            job = _AcmeJob(
+                row["user"],
+                int(float(row["node_num"])),
+                int(float(row["gpu_num"])),
+                row["state"] in FAILED_STATES,
+                begin,
+                end,
+            )
         except (ValueError, TypeError, OverflowError):
             raise ValueError(
                 f"line {number}: expected numbers and times as `2023-03-01 00:18:54+08:00`"
@@ -255,7 +278,10 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return the seconds from each job's end to the start of the next."""
+    """Return the seconds from each job's end to its user's next job of equal size.
+
+    Jobs without a next one within `MAX_ABSENCE_SECONDS` are left out.
+    """
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)
@@ -275,10 +301,10 @@ def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
 
 
 def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
-    """Return a trace of how slow the workers of a recorded job were.
+    """Return a trace of how slow the workers of a recorded job were, by iteration.
 
-    The job was recorded by ByteDance (StragglerAnalysis), by iteration. The number of a worker is
-    dp_rank x stages + stage. Raises ValueError.
+    ByteDance recorded the job (StragglerAnalysis). The place of a worker is its dp_rank x stages +
+    its stage. Raises ValueError if the file cannot be read, or has no rows of that form.
     """
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)
@@ -289,6 +315,7 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
     lengths = iteration_spans(
         step, begin, begin + column["duration"], np.ones(len(step), bool), len(steps)
     )
+    # An iteration's slowness holds from its begin to its end.
     clock, changes, before = 0.0, list[Change](), np.ones(pipelines * stages)
     for number, length in enumerate(lengths.tolist()):
         factors = _slowness_factors(
@@ -315,12 +342,8 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
 def _slowness_factors(
     ops: Mapping[str, npt.NDArray[Any]], pipelines: int, stages: int
 ) -> npt.NDArray[np.float64]:
-    """Return the slowdown factor of each worker in one iteration, at least 1.
-
-    Workers are given by number (dp_rank x stages + stage). The factor is the sum of the worker's
-    median times, one for each kind of op, divided by the same sum for its stage, which takes for
-    each kind the median of its workers' medians.
-    """
+    """Return each worker's slowdown factor, at least 1, from an iteration's columns `ops`."""
+    # Median duration of each kind of op by worker, then the median over a stage's workers.
     medians = np.full((pipelines, stages, len(KINDS)), np.nan)
     for number, kind in enumerate(KINDS):
         of = np.flatnonzero(ops["optype"] == kind)

@@ -1,13 +1,10 @@
-"""Compute the final answer to failures.
-
-Layers are moved over all live workers, with a throughput and a cost.
+"""Compute the final answer to failures: layers moved over all live workers.
 
 A failure is first answered with the layers in place (`throughput`). While that schedule runs,
 layers move, and the rebalanced schedule follows. The answer then depends on the numbers of dead and
-slow workers and hardly on which workers they are, because any worker may hold any layers. If a
-table has answers with layers moved, these are used. Large jobs are planned as groups of pipelines,
-each with its share of the failures; every group ends at the same time, and the one with the most
-failures counts.
+slow workers and hardly on which they are, because any worker may hold any layers. If a table has
+answers with layers moved, these are used. Large jobs are planned as groups of pipelines, each with
+its share of the failures; the group with the most failures counts.
 """
 
 import math
@@ -28,29 +25,22 @@ from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS = 0.5
-"""Largest time for one plan, in seconds of a fixed number of search steps."""
+"""Largest time for one plan, in seconds of a fixed number of search steps each."""
 SECONDS_PER_OP = 2e-4
-"""Time for each compute op of a plan, likewise. The list schedules of small jobs need no more."""
+"""Time for each compute op of a small job's plan, in seconds of search steps."""
 TRIAL_SHARE = 0.25
-"""Share of a plan's time for trying each choice of dead workers.
-
-There are two choices; the better one then gets the rest.
-"""
+"""Share of a plan's time in which each choice of dead workers is tried first."""
 MIN_GROUP_PIPELINES = 8
 """Minimum number of pipelines of a group. A job of at least two groups is planned in groups."""
 
 
 class RebalancedPlan(NamedTuple):
-    """Period of a plan with layers moved, and a worker's most received, in stages."""
+    """Period of a plan with layers moved, and the most stages that a worker receives."""
 
     period: float
     """Period in seconds."""
     stages_moved: float
-    """Number of layers that the busiest worker receives, as stages.
-
-    It is divided by the number of layers of a stage. The time to load one stage is the unit in
-    which the time to move layers is counted.
-    """
+    """Most layers that one worker receives, divided by the layers of a column."""
 
 
 class SlowWorkerCount(NamedTuple):
@@ -75,27 +65,17 @@ class RebalancedPlans:
         dead: Sequence[Worker] = (),
         table: Table | None = None,
     ) -> None:
-        """Prepare to plan a job with layers moved.
+        """Prepare to plan a job with layers moved, a large one in groups of pipelines.
 
-        A second is a fixed number of search steps. A large job is divided into equal groups of
-        pipelines, of which one is planned.
-
-        Parameters
-        ----------
-        job
-            Job to plan.
-        announce
-            Function that is called with a line of text about the planning.
-        plan_seconds
-            Time for one plan; None: by the size of the job.
-        dead
-            Workers for which exactly the plan for as many failures is made, as by `slipstream
-            plan`, if the job is undivided.
-        table
-            Table of schedules of this job, which are not planned again.
+        The time `plan_seconds` for one plan is in seconds of a fixed number of search steps each;
+        None: by the size of the job. Where two choices of dead workers stand for all, both are
+        tried for a part of that time, and the better one gets the rest. In the plan for as many
+        failures as `dead` has workers, these are dead, and the search is that of `slipstream plan`
+        if the job is undivided. Schedules in `table`, which is of this job, are not planned again.
+        The function `announce` receives a line of text before each plan.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
-        self._layers_per_stage = sum(layers[:job.depth]) / job.stages
+        self._layers_per_stage = sum(layers[: job.depth]) / job.stages
         self._job = msgspec.structs.replace(job, layers=layers)
         self._announce = announce
         self._options = PlanOptions(method="cp-sat" if dead else "greedy", layers="move", steps=0)
@@ -106,14 +86,15 @@ class RebalancedPlans:
     def find_best(
         self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS
     ) -> RebalancedPlan | None:
-        """Return the best plan found with layers moved for this many failures.
+        """Return the best plan with layers moved for this many failures. None if none is found.
 
-        None if there is none. It may be the plan for one failure more, in which a live worker
-        idles. So a failure never makes the job faster. If workers are slow, only plans for exactly
-        this case count.
+        The result may be the plan for one failure more, in which a live worker idles, so that a
+        failure never makes the job faster. If workers are slow, only plans for exactly this case
+        are considered.
         """
         job = self._job
         divides = len(set(job.microbatches)) == 1 and self._find_in_table(failures) is None
+        # The group with the most failures decides, so only that one is planned.
         groups = max(1, job.pipelines // MIN_GROUP_PIPELINES) if divides else 1
         pipelines, share = job.pipelines // groups, -(-failures // groups)
         if slow.workers:
@@ -121,8 +102,10 @@ class RebalancedPlans:
                 pipelines, share, SlowWorkerCount(-(-slow.workers // groups), slow.factor)
             )
         exact = self._cached_plan(pipelines, share)
-        if self._is_known_dead(pipelines, share) \
-                or (exact and exact.period <= self._period_bound(pipelines, share + 1)):
+        # A plan that no plan for more failures can beat needs no comparison.
+        if self._is_known_dead(pipelines, share) or (
+            exact and exact.period <= self._period_bound(pipelines, share + 1)
+        ):
             return exact
         with_one_more = self._cached_plan(pipelines, share + 1)
         return (
@@ -132,7 +115,7 @@ class RebalancedPlans:
         )
 
     def _find_in_table(self, failures: int) -> Schedule | None:
-        """Return the table's schedule with layers moved for this many failures."""
+        """Return the table's schedule with layers moved for so many failures; None without one."""
         if self._table is None:
             return None
         if self._dead and failures == len(self._dead):
@@ -147,13 +130,19 @@ class RebalancedPlans:
         layers = max(map(len, layers_received(schedule).values()), default=0)
         return RebalancedPlan(_period_seconds(schedule), layers / self._layers_per_stage)
 
-    def _cached_plan(self, pipelines: int, failures: int,
-                     slow: SlowWorkerCount = NO_SLOW_WORKERS) -> RebalancedPlan | None:
+    def _cached_plan(
+        self, pipelines: int, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS
+    ) -> RebalancedPlan | None:
         key = pipelines, failures, slow
-        if key not in self._plans and pipelines == self._job.pipelines and not slow.workers and (
-                schedule := self._find_in_table(failures)):
+        if (
+            key not in self._plans
+            and pipelines == self._job.pipelines
+            and not slow.workers
+            and (schedule := self._find_in_table(failures))
+        ):
             self._plans[key] = self._summarize(schedule)
         if key not in self._plans:
+            # Neither known nor in the table.
             few = f" and {slow.workers} slow" if slow.workers else ""
             self._announce(
                 f"planning for {failures} of {pipelines * self._job.stages} workers down{few}, "
@@ -163,7 +152,11 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether exactly the workers `dead` of `__init__` are down."""
+        """Return whether the failures are those of the workers `dead` of `__init__`.
+
+        They are if all pipelines of the job are planned, with as many `failures` as `dead`, at
+        least one.
+        """
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
@@ -177,7 +170,7 @@ class RebalancedPlans:
         job = self._make_job_part(pipelines)
         if failures >= pipelines * job.stages:
             return math.inf
-        return work_bound_seconds(job, stack_failures(failures, pipelines, job.stages))
+        return work_bound_seconds(job, stack_failures(failures, job.stages))
 
     def _search_plan(
         self, pipelines: int, failures: int, slow: SlowWorkerCount
@@ -185,7 +178,8 @@ class RebalancedPlans:
         job, affected = self._make_job_part(pipelines), failures + slow.workers
         if failures >= pipelines * job.stages or affected > pipelines * job.stages:
             return None
-        chosen = [stack_failures(affected, pipelines, job.stages)]
+        # With layers moved it matters little who is dead: two extremes stand for all choices.
+        chosen = [stack_failures(affected, job.stages)]
         if affected > 1:
             chosen.append(spread_over_pipelines(affected, pipelines, job.stages))
         if self._is_known_dead(pipelines, failures) and not slow.workers:
@@ -205,7 +199,12 @@ class RebalancedPlans:
     def _search_schedule(
         self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
     ) -> Schedule | None:
-        """Return the best schedule with layers moved found in a `share` of a plan's time."""
+        """Plan with the first `failures` workers of `chosen` dead, and the others of it slow.
+
+        `slow` has their factor. The search may take a `share` (0 to 1) of the seconds for one plan.
+        Return None if no plan is found.
+        """
+        # The first `failures` chosen workers are dead, the others slow.
         failed = chosen[:failures]
         slowed = tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
         job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=slowed))
@@ -226,13 +225,13 @@ def _period_seconds(schedule: Schedule) -> float:
     return schedule.seconds(schedule.period_ticks)
 
 
-def stack_failures(failures: int, pipelines: int, stages: int) -> list[Worker]:  # noqa: ARG001
-    """Return this many failed workers in as few pipelines as possible."""
+def stack_failures(failures: int, stages: int) -> list[Worker]:
+    """Return this many failed workers, which are in as few pipelines as possible."""
     return [Worker(index // stages, index % stages) for index in range(failures)]
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return failed workers spread evenly over pipelines, one stage earlier in each next."""
+    """Return failed workers spread over pipelines, each one stage earlier than the one before."""
     return [
         Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
         for index in range(failures)

@@ -1,12 +1,10 @@
-"""Draw synthetic availability traces from a failure model with a seed.
-
-They have failures and repairs of a fleet.
+"""Draw synthetic availability traces of a fleet from a failure model with a seed.
 
 The time between two failures of one domain (a GPU, a server, all machines on a switch) is
 exponentially distributed, and so are restart and repair times, unless the model says that repairs
 are log-normal, or that rates of domains or of periods differ. After a transient failure its
-machines return once they have restarted. After other failures they need a repair or a replacement,
-for which they may have to wait in a queue.
+machines return once they have restarted. After others they need a repair or a replacement, for
+which they may wait in a queue.
 
 Machines, or the links of a job, may also become slow for a while: at any time at the same rate, for
 an exponentially distributed time.
@@ -27,13 +25,16 @@ MAX_FAILURES = 5e6
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
-    """Return a trace of `days` days for `places` GPUs, all alive at first.
+    """Return a trace of `days` days for `places` GPUs, drawn with `seed`.
 
-    Raises ValueError for more than `MAX_FAILURES` failures.
+    All GPUs are alive at first. Raises ValueError if more than `MAX_FAILURES` failures are
+    expected.
     """
     _require_drawable(days * 24 / model.mean_hours_to_failure(places))
     random = np.random.default_rng(seed)
     horizon = days * 24.0
+    # When and where domains fail. Failures are drawn on a clock on which the rate is constant, and
+    # then put on the clock of the trace.
     kinds = model.scale_kinds(places)
     rates = _draw_rates(random, model, places)
     ends, passed = _draw_periods(random, model, horizon)
@@ -46,6 +47,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
         [units * kind.gpus for kind, (_, units) in zip(kinds, drawn, strict=True)]
     )
     which = np.repeat(np.arange(len(kinds)), [len(times) for times, _ in drawn])
+    # How long each failure takes its machines away: a restart, or a repair.
     transient_shares = np.array([kind.transient_share for kind in kinds])
     repair_hours = np.array([kind.repair_hours for kind in kinds])
     restart_hours = np.array([kind.restart_hours for kind in kinds])
@@ -59,6 +61,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
             absent[long] = random.lognormal(
                 math.log(kind.repair_median_hours), spread, int(long.sum())
             )
+    # Repairs wait for each other in order of failure.
     order = np.argsort(hours, kind="stable")
     if model.repairs_at_once is not None:
         _queue_repairs(hours, absent, order[lasting[order]], model.repairs_at_once)
@@ -80,7 +83,7 @@ def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> 
 def _draw_rates(
     random: np.random.Generator, model: FailureModel, places: int
 ) -> Sequence[np.ndarray | None]:
-    """Return the relative failure rates of the domains of each kind of failure."""
+    """Draw, by kind of failure, the relative failure rates of its domains; None: all equal."""
     if model.rate_shape is None:
         return [None] * len(model.kinds)
     of_size = {
@@ -93,16 +96,13 @@ def _draw_rates(
 def _draw_periods(
     random: np.random.Generator, model: FailureModel, horizon: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a failure rate for each period of `FailureModel.period_days`.
+    """Return the ends of periods of one failure rate each, on two clocks.
 
-    Returns two arrays: 0 and the ends of the periods, in hours of the trace, and the same instants
-    on a second clock.
-
-    An hour of the second clock always has as many expected failures as an hour at the usual rate.
-    The last period ends at `horizon` hours of the trace.
+    The first clock counts hours, 0 to `horizon`; on the second, failures come evenly throughout.
     """
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])
+    # A usual hour has as many expected failures as an hour at the usual rate.
     ends = np.append(np.arange(0.0, horizon, model.period_days * 24), horizon)
     rates = random.gamma(model.period_shape, 1 / model.period_shape, len(ends) - 1)
     return ends, np.concatenate([[0.0], np.cumsum(rates * np.diff(ends))])
@@ -111,7 +111,12 @@ def _draw_periods(
 def _queue_repairs(
     hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int
 ) -> None:
-    """Add waits for repairs to `absent`, the hours of absence after each failure."""
+    """Add to `absent` the hours that failures wait for one of `at_once` repairers.
+
+    `hours` has the time of each failure, and `absent` the hours of its repair. `lasting` has the
+    indices of the failures that need one, in order of time.
+    """
+    # Times at which each of the repairers is free again.
     free = [0.0] * at_once
     for index in lasting.tolist():
         begin = max(hours[index], heapq.heappop(free))
@@ -122,10 +127,9 @@ def _queue_repairs(
 def draw_slow_times(
     trace: AvailabilityTrace, kinds: Iterable[SlowKind], seed: int = 0
 ) -> AvailabilityTrace:
-    """Return the trace with slow times of workers and links added.
+    """Return a copy of the trace with slow times of these kinds, drawn with `seed`.
 
-    They are drawn from these kinds of slowness. Raises ValueError for more than `MAX_FAILURES` slow
-    times.
+    Raises ValueError if more than `MAX_FAILURES` slow times of one kind are expected.
     """
     horizon = trace.length_seconds / 3600
     for number, kind in enumerate(kinds, 1):
@@ -155,15 +159,28 @@ def _build_slow_changes(
         slow_until[place] = end
         for at, factor in ((begin, kind.factor), (end, 1.0)):
             if at < horizon:
-                changes.append(Change(at * 3600, links=factor) if kind.links else
-                               Change(at * 3600, slowed=((place, factor),)))
+                changes.append(
+                    Change(at * 3600, links=factor)
+                    if kind.links
+                    else Change(at * 3600, slowed=((place, factor),))
+                )
     return changes
 
 
-def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, horizon: float,
-                   rates: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the failures of `count` domains up to `horizon` hours."""
+def _draw_failures(
+    random: np.random.Generator,
+    count: int,
+    mtbf_hours: float,
+    horizon: float,
+    rates: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw failures of `count` domains up to `horizon`; return their hours and domains.
+
+    The horizon is in hours, too. A domain's mean time between failures is `mtbf_hours`, divided by
+    its number in `rates` (None: 1).
+    """
     hours, units = [], []
+    # Each round draws the next failure of every domain whose last one was before the horizon.
     alive, clock = np.arange(count), np.zeros(count)
     while len(alive):
         clock = clock + random.exponential(mtbf_hours, len(alive)) / (
@@ -178,7 +195,7 @@ def _draw_failures(random: np.random.Generator, count: int, mtbf_hours: float, h
 def _build_changes(
     failures: Iterable[tuple[float, int, int, float]], places: int, horizon: float
 ) -> list[Change]:
-    """Return the changes of a trace of `places` machines that result from failures."""
+    """Return changes by failures, each (hour, first place, number of places, hours away)."""
     down: set[int] = set()
     returns: list[tuple[float, int]] = []
     changes: list[Change] = []
@@ -192,6 +209,7 @@ def _build_changes(
             down.difference_update(added)
             changes.append(Change(hour * 3600, added=tuple(sorted(added))))
 
+    # A domain that fails takes down those of its machines that are not down already.
     for hour, first, size, absent in failures:
         return_machines(hour)
         removed = [place for place in range(first, min(first + size, places)) if place not in down]

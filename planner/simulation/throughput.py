@@ -1,10 +1,7 @@
 """Steady-state throughput of the schedules that policies run, in samples per second.
 
-Each schedule is planned once. Schedules are planned within a short time, in which search steps are
-counted instead of seconds (`planner.periods`), so that a job has the same figures on any machine.
-With a table, the periods of its entries are used if they fit. If a large job has separate peers for
-every failure, the plans for one failure in each stage are combined, provided that the result is
-proven to be the shortest (`Throughputs._independent_rate`).
+Each schedule is planned once, in counted search steps (`planner.periods`), so that a job has the
+same figures on any machine. With a table, the periods of its entries are used if they fit.
 """
 
 import copy
@@ -30,14 +27,11 @@ SearchMethod = Literal["cp-sat", "greedy"]
 """Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
-"""Maximum seconds, in counted steps, of a plan; most need a hundredth."""
+"""Maximum seconds of a plan, in counted search steps. Most plans need a hundredth."""
 
 
 class Throughputs:
-    """Throughputs of one job in samples per second, by kind of schedule and failures.
-
-    A kind is such as re-routed, or with layers moved; 0.0 if no plan exists.
-    """
+    """Samples per second of a job, by kind of schedule and failures. 0.0 without a plan."""
 
     def __init__(
         self,
@@ -65,14 +59,15 @@ class Throughputs:
         table
             Table of schedules of this job, whose periods are not planned again.
         plan_seconds, settle_seconds
-            Time for one plan, with layers in place and with layers moved; None: by the size of the
-            job.
+            Seconds for one plan, in counted search steps, with layers in place and with layers
+            moved; None: by the size of the job.
         thorough
             True if plans with layers in place are searched as by `slipstream plan`, may cut
             micro-batches within a stage, and each take all of `plan_seconds`. Otherwise they are
             list schedules, most of which take a hundredth of it.
         dead
-            Workers for which exactly plans for as many failures are made.
+            Workers that are dead in plans for as many failures; with layers in place, only if the
+            failures are also in the same columns. All other plans choose the dead workers.
         announce
             Function that receives one line before each plan.
         """
@@ -94,18 +89,20 @@ class Throughputs:
         """True if whole pipelines run this planner's schedules, and not 1F1B."""
 
     def compute_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of a policy's hashable `key`, by `find` the first time."""
+        """Return the result of `find`, which is called only once for each `key`."""
         return _find_once(self._rates, key, find)
 
     def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the cached value of `key`, which does not depend on `plans_pipelines`."""
+        """Return the result of `find`, which is called only once for each `key`.
+
+        Copies of this object share it, so it must not depend on `plans_pipelines`.
+        """
         return _find_once(self._plans, key, find)
 
     def with_planned_pipelines(self) -> Self:
-        """Return a copy in which systems of others run this planner's schedules, too.
+        """Return a copy in which other systems run this planner's schedules, too.
 
-        Two systems are then compared by how they handle failures alone. Plans are shared with this
-        object.
+        Systems are then compared by how they handle failures alone. The copy shares all plans.
         """
         other = copy.copy(self)
         other.plans_pipelines, other._rates = True, {}
@@ -114,16 +111,16 @@ class Throughputs:
     # --- This planner -----------------------------------------------------------------------------
 
     def planned_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of Slipstream in place, `down` workers dead by stage."""
+        """Return Slipstream's samples per second in place, with `down` dead workers by stage."""
         return self._plan_once(("planned", down), lambda: self.samples / self._plan_period(down))
 
     def in_place_rate(self, down: DownByStage) -> float:
         """Return the samples per second of the best schedule with layers in place.
 
-        `down` workers are dead, one number per stage. It is Slipstream's, or that of the pipelines
-        without dead workers if these are faster: they share the batch, and run Slipstream's
-        schedule or 1F1B. The result is at most the throughput with all workers alive, even if the
-        search found a faster schedule for fewer workers by chance.
+        The argument `down` has the number of dead workers of each stage. The schedule is
+        Slipstream's, or that of the pipelines without dead workers if these are faster: they then
+        share the batch, by Slipstream's schedule or 1F1B. The rate is at most that with all workers
+        alive, even if the search found a faster schedule for fewer workers by chance.
         """
         return self._plan_once(("in place", down), lambda: self._compute_in_place_rate(down))
 
@@ -140,12 +137,12 @@ class Throughputs:
     def rebalanced_answer(
         self, failures: int, slow: SlowWorkerCount = NO_SLOW_WORKERS
     ) -> tuple[float, float]:
-        """Return the samples per second with layers moved, and the stages to load.
+        """Return the samples per second with layers moved, and the most that a worker loads.
 
-        It is after this many failures; the busiest worker must load that number of stages. The
-        argument `slow` has the number and the factor of live workers that are slow. The result is
-        (0.0, 0.0) if no plan exists. The samples per second are at most those with all workers
-        alive and at the usual speed, with layers moved if that is faster.
+        The latter is the number of layers that one worker loads at most after this many failures,
+        divided by the model's layers per column. The argument `slow` has the number and the factor
+        of live workers that are slow. The result is (0.0, 0.0) if no plan exists. The rate is at
+        most that with all workers alive at the usual speed.
         """
         return self._plan_once(
             ("settled", failures, slow), lambda: self._compute_rebalanced_answer(failures, slow)
@@ -160,15 +157,14 @@ class Throughputs:
 
     @property
     def whole_rate(self) -> float:
-        """Samples per second with all workers alive, layers in place or moved, the faster."""
+        """Samples per second with all workers alive, in place or with layers moved, the faster."""
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
         """Return the dead workers of each stage in the fastest schedule after this many failures.
 
-        It is the fastest that Slipstream has. Live workers may take over roles of dead ones
-        (failure normalisation), so that any workers may have failed. Returns None if a stage would
-        have no live worker.
+        Any workers may have failed, since live ones may take over their roles. None if a stage
+        would have no live worker.
         """
         return self._plan_once(
             ("normal form", failures), lambda: self._find_best_distribution(failures)
@@ -177,6 +173,7 @@ class Throughputs:
     def _find_best_distribution(self, failures: int) -> DownByStage | None:
         if failures > self.workers - self.job.stages:
             return None
+        # Distributions of a table and those of the best bounds come before the even one.
         in_table = [down for down in self._table if sum(down) == failures]
         windows = self._periods.window_bounds(failures)
         ranked = windows.best_distributions(failures)
@@ -197,6 +194,8 @@ class Throughputs:
             return math.inf
         if down in self._table:
             return self._table[down]
+        # In a large job every failure has peers of its own: plans for one failure in each stage are
+        # combined where the result is proven to be the shortest.
         independent_rate = self._independent_rate(down, self.planned_rate)
         if independent_rate and self.samples / independent_rate <= self._single_failure_bound(down):
             return self.samples / independent_rate
@@ -208,12 +207,13 @@ class Throughputs:
         # If time ran out, ReCycle's rule may have found a better schedule, which this planner may
         # also use.
         period = period if is_best else min(period, self.samples / self.round_robin_rate(down))
+        # If dropping whole pipelines would be faster, cut micro-batches within stages, too.
         if self._thorough or not self._is_behind_dropping(down, period):
             return period
         return min(period, self._search_period(self.job, down, "greedy")[0])
 
     def _is_behind_dropping(self, down: DownByStage, period: float) -> bool:
-        """Return whether dropping the replicas of dead workers keeps more samples per second."""
+        """Return whether at this period, dropping the pipelines with dead workers is faster."""
         left = (self.job.pipelines - max(down)) / self.job.pipelines
         whole = (0,) * self.job.stages
         return (
@@ -225,7 +225,7 @@ class Throughputs:
     def _search_period(
         self, job: Job, down: DownByStage, method: SearchMethod = "cp-sat"
     ) -> tuple[float, bool]:
-        """Return the period in seconds of `slipstream plan --method`, and if it is proven."""
+        """Return the period in seconds of `slipstream plan --method`, and whether it is optimal."""
         columns = [column for column, count in enumerate(down) for _ in range(count)]
         failed = [Worker(index % job.pipelines, column) for index, column in enumerate(columns)]
         if job is self.job and sorted(worker.column for worker in self._dead) == columns:
@@ -236,20 +236,20 @@ class Throughputs:
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Return the samples per second of a large job with each failure planned by itself.
+        """Return a large job's least `rate` with one of the failures `down`, or with none.
 
-        Each has pipelines of its own. It is the least of the rates of these plans and of the plan
-        without failures. The function `rate` returns the samples per second, given the number of
-        dead workers of each stage. Returns 0.0 for a small job, for fewer than two failures, and if
-        there are too few pipelines.
+        Failures are counted by stage. Returns 0.0 if the job is not large, if there are fewer than
+        two failures, or if pipelines are too few for each failure to have its own peers.
         """
         job, failures, periods = self.job, sum(down), self._periods
+        # Failures of a small job, or of too few pipelines, have peers in common.
         if (
             failures < 2
             or not periods.is_large
             or periods.affected_job(failures).pipelines == job.pipelines
         ):
             return 0.0
+        # The slowest column with a failure decides.
         parts = []
         for column, count in enumerate(down):
             if count:
@@ -268,11 +268,11 @@ class Throughputs:
     def recycle_rate(self, down: DownByStage) -> float:
         """Return the samples per second of ReCycle as published.
 
-        `down` workers are dead, one number per stage. Without failures, it is 1F1B; otherwise
-        backward passes are split into I and W, each worker runs its optimizer step by itself, and
-        micro-batches are re-routed round-robin. Healthy workers keep to 1F1B, so it is never faster
-        than that. The best of some list schedules replaces the published solver. If whole pipelines
-        run this planner's schedules, re-routed work does, too.
+        The argument `down` has the number of dead workers of each stage. Without failures, ReCycle
+        is 1F1B. Otherwise it splits the backward into I and W, staggers the optimizer, and
+        re-routes micro-batches round-robin. Its healthy workers keep to 1F1B, so it is never faster
+        than without failures. The best of some list schedules replaces the published solver. With
+        `plans_pipelines`, ReCycle has this planner's schedules instead, re-routed ones too.
         """
         if self.plans_pipelines:
             return self.in_place_rate(down)
@@ -281,13 +281,18 @@ class Throughputs:
             return whole
         return min(whole, self.round_robin_rate(down))
 
-    def round_robin_rate(self, down: DownByStage, backward: BackwardMode = "split",
-                         optimizer: OptimizerMode = "staggered") -> float:
+    def round_robin_rate(
+        self,
+        down: DownByStage,
+        backward: BackwardMode = "split",
+        optimizer: OptimizerMode = "staggered",
+    ) -> float:
         """Return the samples per second of the best list schedule with round-robin re-routing.
 
-        It is the best of some; `down` workers are dead, one number per stage. With a fused
-        backward, it is the schedule of 1F1B with re-routing.
+        The argument `down` has the number of dead workers of each stage. With a fused backward, the
+        schedule is 1F1B's with re-routing.
         """
+
         def compute_rate() -> float:
             self._announce(
                 f"planning ReCycle with {'+'.join(map(str, down))} workers down by stage"
@@ -300,7 +305,7 @@ class Throughputs:
     # --- Whole pipelines --------------------------------------------------------------------------
 
     def one_f_one_b_rate(self, pipelines: int) -> float:
-        """Return the samples per second of 1F1B (fused, synchronous) on so many pipelines."""
+        """Return the samples per second of 1F1B (fused, synchronous) on so many whole pipelines."""
         if pipelines < 1:
             return 0.0
         return self._plan_once(
@@ -310,7 +315,8 @@ class Throughputs:
     def whole_pipelines_rate(self, pipelines: int) -> float:
         """Return the samples per second of whole pipelines that share the global batch evenly.
 
-        They run 1F1B or, if `plans_pipelines`, this planner's schedule where that is faster.
+        The pipelines run 1F1B or, if `plans_pipelines`, this planner's schedule where that is
+        faster.
         """
         rate = self.one_f_one_b_rate(pipelines)
         return max(rate, self._planned_pipelines_rate(pipelines)) if self.plans_pipelines else rate
@@ -319,8 +325,10 @@ class Throughputs:
         """Return the samples per second of this planner's schedule on whole pipelines."""
         if pipelines == self.job.pipelines:
             return self.in_place_rate((0,) * self.job.stages)
-        return self._plan_once(("planned pipelines", pipelines),
-                                 lambda: self.samples / self._planned_pipelines_period(pipelines))
+        return self._plan_once(
+            ("planned pipelines", pipelines),
+            lambda: self.samples / self._planned_pipelines_period(pipelines),
+        )
 
     def _planned_pipelines_period(self, pipelines: int) -> float:
         if pipelines < 1:
@@ -330,11 +338,14 @@ class Throughputs:
             self.job, pipelines=pipelines, microbatches=self._share_batch(pipelines)
         )
         whole = (0,) * job.stages
-        return self._search_period(job, whole)[0] if self._thorough else \
-            Periods(job, self._options).planned_period(whole)[0]
+        return (
+            self._search_period(job, whole)[0]
+            if self._thorough
+            else Periods(job, self._options).planned_period(whole)[0]
+        )
 
     def _share_batch(self, pipelines: int) -> tuple[int, ...]:
-        """Return the micro-batches of each of some pipelines that share the job's evenly."""
+        """Return how many micro-batches each pipeline has if so many share the job's."""
         total = sum(self.job.microbatches)
         if pipelines == self.job.pipelines:
             return self.job.microbatches
@@ -344,11 +355,11 @@ class Throughputs:
         )
 
     def scale_by_formula(self, whole: float, now: float) -> float:
-        """Return the samples per second of a system whose iteration times a formula gives.
+        """Return the samples per second of a system, from a formula for its iteration times.
 
-        It is the rate with all workers alive, times the ratio of these times. By the formula, the
-        micro-batches of an iteration take `whole` seconds with all workers alive, and `now` seconds
-        after failures. The longest optimizer step is added to both.
+        By the formula, the micro-batches of an iteration take `whole` seconds with all workers
+        alive, and `now` seconds after failures. To both are added the all-reduce and step of the
+        stage where they take longest; their ratio scales the rate of whole pipelines.
         """
         step = self.loads.longest_step
         return self.whole_pipelines_rate(self.job.pipelines) * (whole + step) / (now + step)
@@ -362,18 +373,21 @@ class Throughputs:
 
     @cached_property
     def fault_free_rate(self) -> float:
-        """Samples per second, in place, all alive, of Slipstream or 1F1B, the faster."""
+        """Samples per second of Slipstream in place or of 1F1B, the faster, with all alive."""
         return max(
             self.planned_rate((0,) * self.job.stages), self.one_f_one_b_rate(self.job.pipelines)
         )
 
     def work_conserving_rate(self, live: float) -> float:
-        """Return a bound on synchronous samples per second; half speed counts half in `live`."""
+        """Return an upper bound on the samples per second of any synchronous training.
+
+        The argument `live` is the number of live workers; one at half speed counts half.
+        """
         return self.samples / self.loads.work_conserving_seconds(live)
 
 
 def _read_table_periods(table: Table, job: Job, options: PlanOptions) -> dict[DownByStage, float]:
-    """Return the shortest period, in seconds, that a table has by dead workers."""
+    """Return the shortest period in place, in seconds, by the dead workers of each stage."""
     problem, basis = options.make_problem(job), table.basis
     if (basis.grid, basis.times, basis.tick_seconds) != (
         problem.grid,

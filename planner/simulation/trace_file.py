@@ -17,8 +17,8 @@ Recordings have errors, which are corrected as follows and counted in the trace'
   line is ignored.
 
 A line that cannot be read is refused with its number. Blank lines, and text after a #, are skipped.
-The availability form gives the number of machines that leave, not their names; these are drawn at
-random, with a seed.
+The availability form gives only the number of machines that leave; which ones is drawn at random,
+with a seed.
 """
 
 import random
@@ -50,7 +50,7 @@ MAX_SECONDS = 100 * 365 * 86400.0
 MAX_FACTOR = 1000.0
 """Maximum slowdown factor of a machine. A slower one is as good as down."""
 MAX_STEP_RATIO = 20
-"""Largest multiple of the median step between samples at which none is missing."""
+"""Samples are missing where a step is over this many times the median step."""
 
 _SAMPLE = re.compile(r"(\d{4}-\d{2}-\d{2})\s*,\s*(\d{2}:\d{2}:\d{2})\s*,\s*(\d{1,9})")
 _EVENT = re.compile(r"(\d{1,18})\s*,\s*(add|remove|slow|gpus)\s*,\s*(\S.*)")
@@ -72,11 +72,10 @@ class TraceFileError(ValueError):
 def read_availability_trace(
     path: Path, seed: int = 0, gpus_per_worker: int = 1
 ) -> AvailabilityTrace:
-    """Read a trace file of any form.
+    """Read a trace file of any form. Raises TraceFileError, which names the file.
 
     If the file does not name the machines that leave, they are drawn at random with `seed`. A
-    machine is a worker with `gpus_per_worker` GPUs. Raises TraceFileError, whose message names the
-    file and the line.
+    machine is a worker with `gpus_per_worker` GPUs. The error also names a line that is at fault.
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
@@ -91,9 +90,14 @@ def read_availability_trace(
         raise TraceFileError(f"{path}: {error}") from None
 
 
-def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
-                             gpus_per_worker: int = 1) -> AvailabilityTrace:
-    """Read a trace from text. Raises ValueError (mostly TraceFileError) with the line."""
+def parse_availability_trace(
+    text: str, name: str = "trace", seed: int = 0, gpus_per_worker: int = 1
+) -> AvailabilityTrace:
+    """Read the trace `name` from text of any form. Raises ValueError.
+
+    If the text does not name the machines that leave, they are drawn at random with `seed`. A
+    machine is a worker with `gpus_per_worker` GPUs. The error names a line that is at fault.
+    """
     lines = [
         (number, line)
         for number, raw in enumerate(text.splitlines(), 1)
@@ -101,6 +105,7 @@ def parse_availability_trace(text: str, name: str = "trace", seed: int = 0,
     ]
     if not lines:
         raise TraceFileError(f"no lines; {_FORMS}")
+    # The first line shows the form; what others have published comes first.
     if lines[0][1].startswith("{"):
         return _parse_spot(text, name, seed)
     if lines[0][1].startswith("["):
@@ -121,11 +126,10 @@ def build_from_counts(
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> AvailabilityTrace:
-    """Return a trace of `length_seconds` from `counts`.
+    """Return a trace of `length_seconds` from pairs (seconds, machines alive from then on).
 
-    They are pairs (seconds, machines alive from then on), ascending, the first at 0. With `seed`,
-    machines that leave are drawn at random from those alive, and the numbered slots (places) of new
-    ones from those that are free. The lines `notes` say what was assumed or corrected.
+    The pairs are ascending, the first at 0. Which machines leave, and which free places new ones
+    take, is drawn at random with `seed`. The lines `notes` say what was assumed or corrected.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
@@ -135,6 +139,7 @@ def build_from_counts(
         else set(choice.sample(range(places), counts[0][1]))
     )
     first, changes = tuple(sorted(live)), []
+    # Every change of the number removes or adds random machines.
     for seconds, count in counts[1:]:
         difference = count - len(live)
         if difference < 0:
@@ -145,8 +150,14 @@ def build_from_counts(
             added = tuple(sorted(choice.sample(sorted(set(range(places)) - live), difference)))
             live |= set(added)
             changes.append(Change(seconds, added=added))
-    return AvailabilityTrace(name=name, places=places, live=first, changes=tuple(changes),
-                             length_seconds=length_seconds, notes=tuple(notes))
+    return AvailabilityTrace(
+        name=name,
+        places=places,
+        live=first,
+        changes=tuple(changes),
+        length_seconds=length_seconds,
+        notes=tuple(notes),
+    )
 
 
 def _parse_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
@@ -157,8 +168,13 @@ def _parse_spot(text: str, name: str, seed: int) -> AvailabilityTrace:
         raise TraceFileError(
             f"the trace is too large; expected at most {MAX_PLACES} instances and 100 years"
         )
-    return build_from_counts(counts, length, name, seed,
-                             ["leaving instances are drawn at random: the file has only counts"])
+    return build_from_counts(
+        counts,
+        length,
+        name,
+        seed,
+        ["leaving instances are drawn at random: the file has only counts"],
+    )
 
 
 # --- Availability ---------------------------------------------------------------------------------
@@ -183,6 +199,7 @@ def _parse_samples(lines: Sequence[Line], name: str, seed: int) -> AvailabilityT
         if samples[-1][1] > MAX_PLACES:
             raise TraceFileError(f"line {number}: {samples[-1][1]} machines; at most {MAX_PLACES}")
     notes = _sort_by_time(samples, lambda sample: sample[0])
+    # Of two counts at one instant, the last one stays.
     begin = samples[0][0]
     counts = {seconds - begin: count for seconds, count in samples}
     length = samples[-1][0] - begin
@@ -210,13 +227,13 @@ def _describe_missing_samples(times: Sequence[float]) -> list[str]:
 
 
 class TraceEvent(NamedTuple):
-    """Line of a trace of events: a machine is added, removed, slow, or lacks GPUs."""
+    """Line of a trace of events: what happens to one machine."""
 
     seconds: float
     what: str
     machine: str
     value: float = 1.0
-    """Slowdown factor of the machine, or number of its GPUs that are alive."""
+    """Slowdown factor of a slow machine, or number of its GPUs that are alive."""
 
 
 def _parse_valid_event(number: int, line: str, gpus_per_worker: int) -> TraceEvent:
@@ -256,6 +273,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
     notes = _sort_by_time(events, lambda event: event.seconds)
     begin = events[0].seconds
     _require_length(events[-1].seconds - begin, lines[-1][0])
+    # Names are mapped to places in order of time, so that a freed place is used again.
     places = _MachinePlaces()
     for event in events:
         places.record_event(event._replace(seconds=event.seconds - begin))
@@ -269,7 +287,11 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Changes at one instant, by place."""
+    """Changes of machines at one instant, collected while lines are read.
+
+    Machines are named by place; `slowed` has their slowdown factors, and `gpus` how many of their
+    GPUs are alive.
+    """
 
     removed: set[int]
     added: set[int]
@@ -278,10 +300,7 @@ class _ChangeSets(NamedTuple):
 
 
 class _MachinePlaces:
-    """Assignment of a trace file's machines, by name, to numbered places of an availability trace.
-
-    A machine that is added gets the lowest free place.
-    """
+    """Map of a trace file's machines, by name, to the lowest free places."""
 
     def __init__(self) -> None:
         self.ignored = 0
@@ -291,7 +310,6 @@ class _MachinePlaces:
         self._changes: dict[float, _ChangeSets] = {}
 
     def record_event(self, event: TraceEvent) -> None:
-        """Record the next event of the trace file."""
         if (event.what == "add") == (event.machine in self._place):
             self.ignored += 1
             return
@@ -343,21 +361,28 @@ class _MachinePlaces:
                 changes.append(
                     Change(seconds, tuple(sorted(removed)), tuple(sorted(added)), *states)
                 )
+        # What the file adds at time 0 is there from the beginning.
         live: tuple[int, ...] = ()
         if changes and changes[0].seconds == 0:
             first = changes.pop(0)
             live = first.added
             if first.slowed or first.gpus:
                 changes.insert(0, Change(0.0, slowed=first.slowed, gpus=first.gpus))
-        return AvailabilityTrace(name=name, places=self._places, live=live, changes=tuple(changes),
-                                 length_seconds=length_seconds, notes=tuple(notes))
+        return AvailabilityTrace(
+            name=name,
+            places=self._places,
+            live=live,
+            changes=tuple(changes),
+            length_seconds=length_seconds,
+            notes=tuple(notes),
+        )
 
 
 # --- Both -----------------------------------------------------------------------------------------
 
 
 def _sort_by_time(rows: list, time: Callable[..., float]) -> list[str]:  # type: ignore[type-arg]
-    """Sort rows in place by `time(row)`."""
+    """Sort rows in place by `time(row)`; return a note if they were not in order."""
     backwards = sum(time(after) < time(before) for before, after in pairwise(rows))
     rows.sort(key=time)
     return [f"time ran backwards {backwards} times: lines were sorted by time"] if backwards else []

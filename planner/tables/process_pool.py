@@ -27,25 +27,44 @@ Result = TypeVar("Result")
 
 
 class PoolError(Exception):
-    """Error for a process that died or failed. The message names the task."""
+    """Error for a task that failed or whose process died. The message names the task."""
 
 
-def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int,
-            refusals: tuple[type[Exception], ...] = (), fork: bool = False, executor: Executor | None = None) -> \
-        Generator[tuple[Task, Result], None, None]:
-    """Run a function on tasks in processes or an executor; iterate over results.
+def run_all(
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    jobs: int,
+    refusals: tuple[type[Exception], ...] = (),
+    fork: bool = False,
+    executor: Executor | None = None,
+) -> Generator[tuple[Task, Result], None, None]:
+    """Run a function on tasks in processes or an executor; iterate over the results.
 
-    They are pairs (task, result), as they finish; tasks are started in order, in up to `jobs`
-    processes. The function may keep state in each process; with `fork` it need not be picklable,
-    since the processes begin with all that the caller has. All processes end when the iteration
-    ends or the caller is killed; tasks of an executor that have not begun are cancelled. The
-    processes ignore Ctrl-C, which is for the caller. Exceptions of the types in the tuple
-    `refusals` are raised as the function raised them; any other raises PoolError.
+    Pairs (task, result) are yielded as tasks finish; tasks are started in order. The function may
+    keep state in each process. All processes end when the iteration ends or the caller is killed;
+    tasks of an executor that have not begun are cancelled. The processes ignore Ctrl-C, which is
+    for the caller. Raises PoolError if a process dies, and for exceptions of tasks other than
+    `refusals`.
+
+    Parameters
+    ----------
+    jobs
+        Largest number of processes.
+    refusals
+        Types of exceptions that are raised as the function raised them.
+    fork
+        True if processes begin with all that the caller has, so that the function need not be
+        picklable.
+    executor
+        Executor that runs the tasks instead of processes.
     """
     pending = list(tasks)
     if executor is not None:
+        # Processes of an executor outlive this call: another key means another function.
         key = uuid4().hex
-        submitted = {executor.submit(_run_elsewhere, key, function, task, refusals): task for task in pending}
+        submitted = {
+            executor.submit(_run_elsewhere, key, function, task, refusals): task for task in pending
+        }
         try:
             yield from _iterate_results(submitted)
         finally:
@@ -55,12 +74,18 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
     if not pending:
         return
     context = get_context("fork" if fork else "spawn")
+    # Our end of the pipe closes with us, however we end, which ends the processes.
     theirs, ours = context.Pipe(duplex=False)
     with _safe_path():  # of the process that looks after the pool's semaphores, too
-        pool = ProcessPoolExecutor(min(jobs, len(pending)), context, _start_process,
-                                   (theirs, ours if fork else None, function))
+        pool = ProcessPoolExecutor(
+            min(jobs, len(pending)),
+            context,
+            _start_process,
+            (theirs, ours if fork else None, function),
+        )
     try:
-        with _interrupts_ignored(), _safe_path():  # the processes inherit both, from their first instant on
+        # The processes inherit both, from their first instant on.
+        with _interrupts_ignored(), _safe_path():
             running = {pool.submit(_run, task, refusals): task for task in pending}
         yield from _iterate_results(running)
     finally:
@@ -70,14 +95,19 @@ def run_all(function: Callable[[Task], Result], tasks: Iterable[Task], jobs: int
 
 
 def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task, Any]]:
-    """Iterate over (task, result) as the futures in `running` finish."""
+    """Yield (task, result) as the futures in `running` finish."""
     for future in as_completed(running):
         try:
             result, failure = future.result()
         except BrokenProcessPool:
-            first = next(task for other, task in running.items() if not other.done() or other.exception())
-            raise PoolError(f"{first}: its process died, or that of another task at the same time; the machine may "
-                            "have run out of memory") from None
+            # All futures fail at once; the first unfinished task is the likely cause.
+            first = next(
+                task for other, task in running.items() if not other.done() or other.exception()
+            )
+            raise PoolError(
+                f"{first}: its process died, or that of another task at the same time; "
+                "the machine may have run out of memory"
+            ) from None
         except Exception as error:  # an executor's own, which says why nothing has run the task
             raise PoolError(f"{running[future]}: {type(error).__name__}: {error}") from None
         if isinstance(failure, Exception):
@@ -89,7 +119,8 @@ def _iterate_results(running: Mapping[Future[Any], Task]) -> Iterator[tuple[Task
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Return a context in which Ctrl-C is ignored, for some milliseconds."""
+    """Return a context in which Ctrl-C is ignored; it should last only milliseconds."""
+    # Only the main thread may set signal handlers, and only it receives Ctrl-C.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +133,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Return a context in which processes start without modules of the working directory."""
+    """Return a context whose processes do not search the working directory for modules."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -115,11 +146,13 @@ def _safe_path() -> Iterator[None]:
 
 
 _POOL_FUNCTIONS: list[Callable[[Any], Any]] = []
-"""The one function that this process of a pool runs; it may keep state."""
+"""Function that this process of a pool runs, the only element; it may keep state."""
 
 
-def _start_process(pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]) -> None:
-    """Initialize a process of the pool, which ends when the caller's end of `pipe` closes."""
+def _start_process(
+    pipe: Connection, callers: Connection | None, function: Callable[[Any], Any]
+) -> None:
+    """Initialize a pool's process to end when `pipe` closes; close the forked end `callers`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if callers is not None:
         callers.close()  # a forked process has that end too, and would keep it open
@@ -134,13 +167,14 @@ def _exit_on_close(pipe: Connection) -> None:
 
 
 _EXECUTOR_FUNCTIONS: dict[str, Callable[[Any], Any]] = {}
-"""Function that a process of an executor runs, by the caller's key. Only the last one is stored,
-with its state, for its next task."""
+"""Function that a process of an executor runs, by its caller's key."""
 
 
-def _run_elsewhere(key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
-                   ) -> tuple[Any, Exception | str | None]:
+def _run_elsewhere(
+    key: str, function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
+) -> tuple[Any, Exception | str | None]:
     if key not in _EXECUTOR_FUNCTIONS:
+        # Only the last function is kept, with its state, for its next task.
         _EXECUTOR_FUNCTIONS.clear()
         _EXECUTOR_FUNCTIONS[key] = function
     return _call_and_catch(_EXECUTOR_FUNCTIONS[key], task, refusals)
@@ -150,18 +184,25 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
     return _call_and_catch(_POOL_FUNCTIONS[0], task, refusals)
 
 
-def _call_and_catch(function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
-                    ) -> tuple[Any, Exception | str | None]:
-    """Call `function` on a task; return (result, None) or (None, error or text)."""
+def _call_and_catch(
+    function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
+) -> tuple[Any, Exception | str | None]:
+    """Return a call's result and None, or None and its error.
+
+    The error is the exception if its type is one of `refusals`, otherwise the text of its
+    traceback.
+    """
     try:
         return function(task), None
     except refusals as error:
+        # Errors of these types are the caller's to handle; all others become text.
         return None, error
     except Exception:
         return None, traceback.format_exc()
 
 
 CONNECT_SECONDS = 30
+"""Longest wait for a Dask scheduler's answer."""
 
 
 class ExecutorError(ValueError):
@@ -170,9 +211,10 @@ class ExecutorError(ValueError):
 
 @contextmanager
 def open_executor(name: str | None) -> Iterator[Executor | None]:
-    """Return a context with the executor "mpi" or "dask://HOST:PORT"; None: this machine.
+    """Return a context with the executor "mpi" or "dask://HOST:PORT".
 
-    Raises ExecutorError if it is unknown or not available.
+    For the name None, the context has None: the processes of this machine. Raises ExecutorError if
+    the executor is unknown or not available.
     """
     if name is None:
         yield None
@@ -191,7 +233,9 @@ def _open_mpi() -> Iterator[Executor]:
     try:
         from mpi4py.futures import MPIPoolExecutor
     except ModuleNotFoundError as error:
-        raise ExecutorError(f"mpi needs the package {error.name}: pip install -e '.[mpi]'") from None
+        raise ExecutorError(
+            f"mpi needs the package {error.name}: pip install -e '.[mpi]'"
+        ) from None
     except (ImportError, RuntimeError) as error:  # the package is there, and no MPI is
         raise ExecutorError(f"mpi needs an MPI library, such as Open MPI: {error}") from None
     with MPIPoolExecutor() as executor:
@@ -203,7 +247,9 @@ def _open_dask(address: str) -> Iterator[Executor]:
     try:
         from distributed import Client
     except ModuleNotFoundError as error:
-        raise ExecutorError(f"dask needs the package {error.name}: pip install -e '.[dask]'") from None
+        raise ExecutorError(
+            f"dask needs the package {error.name}: pip install -e '.[dask]'"
+        ) from None
     try:
         client = Client(address, timeout=CONNECT_SECONDS)
     except (OSError, ValueError) as error:

@@ -1,13 +1,12 @@
 """Write checkpoints: one file a layer, with its optimizer state, by one of its holders.
 
 A checkpoint is a folder `iteration-N` with a manifest that lists all layers and the digests of
-their files. Files are per layer so that a run on any grid can resume from it. The folder appears
-completely or not at all, and only if it is right: workers write a draft, `.saving-N-ORDER`, and
-each adds a note for a layer when the layer's bytes are on the disk. A worker that has heard that
-the coordinator has committed iteration N, for which copies of this state were compared, and that
-finds the notes of all layers, renames the folder. No worker waits for another, and none is in
-charge. Drafts of different orders never mix. A worker that dies while it saves leaves a draft
-behind, which is removed when the next checkpoint is complete. All workers must see the same folder.
+their files, so that a run on any grid can resume from it. It appears completely or not at all:
+workers write a draft, `.saving-N-ORDER`, and each adds a note for a layer when its bytes are on the
+disk. When iteration N is committed, all copies of this state have been compared: any worker that
+has heard of it, and finds the notes of all layers, renames the draft. No worker waits for another,
+and none is in charge. Drafts of different orders never mix; one that a dead worker left is removed
+when the next checkpoint is complete. All workers must see the same folder.
 """
 
 import contextlib
@@ -32,7 +31,13 @@ from slipstream.runtime.checkpoints.parameters import DISK_FULL
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.models.hugging_face.configuration import read_config
 from slipstream.runtime.run_identity import RunIdentity
-from slipstream.runtime.tensor_codec import FileDigest, TensorError, read_tensors, verify_file, write_tensors
+from slipstream.runtime.tensor_codec import (
+    FileDigest,
+    TensorError,
+    read_tensors,
+    verify_file,
+    write_tensors,
+)
 from slipstream.schedules.document import DocumentError, DocumentKind
 from slipstream.schedules.files import write_atomically
 
@@ -42,7 +47,7 @@ KEPT_CHECKPOINTS = 2
 KEPT_DRAFTS = 3
 """Drafts that are kept: one being written, and those of iterations not yet committed."""
 READER_THREADS = 8
-"""Files that are verified concurrently: SHA-256 of one file occupies one core."""
+"""Number of files that are verified concurrently: SHA-256 of one file occupies one core."""
 _NEWER_KEYS = {"hugging_face", "options", "torchtitan"}
 """Keys of [model] that checkpoints of earlier versions lack."""
 _COMPLETE = re.compile(r"iteration-(\d{1,18})")
@@ -53,17 +58,17 @@ T = TypeVar("T")
 StreamState = dict[str, Any]
 """State of data that are read in order, as plain values of JSON."""
 LayerState = Mapping[str, Tensor]
-"""Whole state of a layer, by name, as `part_state.assemble_state` returns it."""
+"""Tensors of a layer's whole state by name, as `part_state.assemble_state` returns them."""
 OnEnded = Callable[["CheckpointError | None"], None]
-"""Callback for the end of a save: gets None after success, else the error."""
+"""Function called at the end of a save: with None after success, else the error."""
 
 
 class CheckpointError(DocumentError):
-    """Error, in one line, of a checkpoint that cannot be written, read or used here."""
+    """Error, in one line, for a checkpoint that cannot be written, read or used here."""
 
 
 class DamagedError(CheckpointError):
-    """Error, in one line, of a checkpoint whose files differ from what was written."""
+    """Error, in one line, for a checkpoint whose files differ from what was written."""
 
 
 class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,25 +81,33 @@ class LayerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of manifest.json, and of the JSON note for each saved layer."""
+    """Content of manifest.json, and of the JSON note on each layer saved in a draft."""
 
     format: str = "slipstream-checkpoint"
     version: int = 1
     iteration: Annotated[int, Meta(ge=0, le=2**62)]
-    """Number of iterations that the parameters are trained for, and so of the next one."""
+    """Number of iterations that the parameters have been trained for, and of the next one."""
     identity: dict[str, Any]
     """Description of the job's model and state, as `identity_of` returns it."""
     layers: tuple[LayerFile, ...]
     samples: Annotated[int, Meta(ge=0, le=2**62)] | None = None
-    """Samples that all iterations have read; None in checkpoints of earlier versions."""
+    """Samples that all iterations have read; None: not recorded, as in earlier versions."""
     run: RunIdentity | None = None
-    """What the run trained; None in checkpoints of earlier versions."""
+    """What the run trained; None: not recorded, as in earlier versions."""
     data: StreamState | UnsetType = UNSET
-    """State of data that are read in order, before `iteration`. Absent if none can be saved."""
+    """State of data that are read in order, before `iteration`. Absent if there is none."""
 
 
-_DOCUMENT = DocumentKind(name="checkpoint", format="slipstream-checkpoint", version=1, content=Manifest, bulk=(),
-                         max_bytes=2**28, error=CheckpointError, damaged=DamagedError)
+_DOCUMENT = DocumentKind(
+    name="checkpoint",
+    format="slipstream-checkpoint",
+    version=1,
+    content=Manifest,
+    bulk=(),
+    max_bytes=2**28,
+    error=CheckpointError,
+    damaged=DamagedError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,63 +121,90 @@ class Checkpoint:
 
     @property
     def iteration(self) -> int:
-        """Number of the first iteration that a run from this checkpoint runs."""
+        """Number of the iteration with which a run from this checkpoint begins."""
         return self.manifest.iteration
 
 
 def identity_of(config: RunConfig, layers: int) -> dict[str, Any]:
     """Return the properties that a job must share with a checkpoint to resume from it.
 
-    These are of the model, whose layers are `layers` in number, and the format of the state.
-    Properties that may change between runs, such as the grid, the text and the learning rate, are
-    not included.
+    They describe the model, which has `layers` layers, and the format of its state; the grid, the
+    data and the learning rate may differ. Raises ConfigError if the config.json of `[model]
+    hugging_face` cannot be read.
     """
     training, model = config.training, msgspec.to_builtins(config.model)
     if config.model.hugging_face is not None:
         model["hugging_face"] = read_config(config.model)  # compared by content, not by path
     if config.model.torchtitan is not None:  # the command line also sets the length
-        model["options"] = {key: value for key, value in config.model.options.items() if key != "arguments"}
-    return {"layers": layers,
-            **{f"model.{name}": value for name, value in model.items() if value or name not in _NEWER_KEYS},
-            "training.optimizer": training.optimizer, "training.seed": training.seed,
-            "parameters": "float64" if training.dtype == "float64" else "float32",
-            **({"training.amsgrad": True} if training.amsgrad else {}),  # earlier versions have no such key
-            **({"training.parameter_groups": [[group.parameters, group.optimizer] for group in
-                                              training.parameter_groups]} if training.optimizer == "muon" else {})}
+        model["options"] = {
+            key: value for key, value in config.model.options.items() if key != "arguments"
+        }
+    identity: dict[str, Any] = {"layers": layers}
+    for name, value in model.items():
+        if value or name not in _NEWER_KEYS:
+            identity[f"model.{name}"] = value
+    # The optimizer's state can be used by the same kind of optimizer only.
+    identity["training.optimizer"] = training.optimizer
+    identity["training.seed"] = training.seed
+    identity["parameters"] = "float64" if training.dtype == "float64" else "float32"
+    # Checkpoints of earlier versions have no such keys.
+    if training.amsgrad:
+        identity["training.amsgrad"] = True
+    if training.optimizer == "muon":
+        identity["training.parameter_groups"] = [
+            [group.parameters, group.optimizer] for group in training.parameter_groups
+        ]
+    return identity
 
 
 def describe_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Return a clause on the first difference of two identities (`identity_of`), if any. `theirs`
-    is that of a checkpoint, `ours` that of a job."""
+    """Return a clause that names the first difference of two identities; None if equal.
+
+    `theirs` is that of something to be used here, such as a checkpoint; `ours` is this job's.
+    """
     for name in sorted({*theirs, *ours}):
         their, our = theirs.get(name), ours.get(name)
+        # Of two tables, name the key that differs, not the whole tables.
         if isinstance(their, dict) and isinstance(our, dict):
-            inside = describe_difference({f"{name}.{key}": value for key, value in their.items()},
-                                         {f"{name}.{key}": value for key, value in our.items()})
-            if inside is not None:
-                return inside
+            their_table = {f"{name}.{key}": value for key, value in their.items()}
+            our_table = {f"{name}.{key}": value for key, value in our.items()}
+            difference = describe_difference(their_table, our_table)
+            if difference is not None:
+                return difference
         elif their != our:
             return f"its {name} is {theirs.get(name)!r}, here it is {ours.get(name)!r}"
     return None
 
 
 class PendingSave:
-    """Writing of this worker's layers to a draft, in a thread that starts at once. The draft
-    becomes the checkpoint when it is `allow`ed, and all workers have written their layers."""
+    """Writing of this worker's layers to a draft, in a thread that starts at once.
 
-    def __init__(self, folder: Path, draft: Path, layers: Mapping[int, LayerState], manifest: Manifest, ended: OnEnded,
-                 *, allowed: bool) -> None:
+    `start_saving` creates it. The draft becomes the checkpoint when `allow` has been called, and
+    all layers are written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        draft: Path,
+        layers: Mapping[int, LayerState],
+        manifest: Manifest,
+        ended: OnEnded,
+        *,
+        allowed: bool,
+    ) -> None:
         self.iteration = manifest.iteration
-        """Number of completed iterations."""
         self._folder, self._draft, self._manifest = folder, draft, manifest
         self._error: CheckpointError | None = None
         self._ended = ended
-        self._allowed, self._written, self._dropped = allowed, False, False
+        self._allowed = allowed
+        self._written = False
+        self._dropped = False
         self._state_lock = threading.Lock()
         """Lock held while the draft becomes the checkpoint, or while that is decided."""
         self._thread = _start_thread(self._run, self._write, layers)
-        """Thread that was started last. Others wait for it at any time, so that it is stored only
-        once it runs."""
+        """Thread that was started last."""
+        # Others wait for it at any time, so that it is stored only once it runs.
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """Return whether this worker's write has ended, after waiting at most `seconds`."""
@@ -172,24 +212,23 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until this worker's layers are on the disk. The checkpoint is then complete if it
-        may be and if they were the last. Raises CheckpointError if they cannot be written."""
+        """Wait until this worker's layers are on the disk. Raises CheckpointError on failure."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def allow(self) -> None:
-        """Let the draft become the checkpoint: its iteration is committed, and copies agreed."""
+        """Let the draft become the checkpoint, now that its iteration is committed."""
         with self._state_lock:
             if self._allowed or self._dropped:
                 return
             self._allowed = True
+            # Otherwise the writing thread completes the checkpoint when it is done.
             if self._written and self._error is None:
                 self._thread = _start_thread(self._run, self._complete)
 
     def drop(self) -> None:
-        """Rule out that the draft becomes the checkpoint, and start to remove it. The iteration is
-        discarded or will be run again."""
+        """Prevent the draft from becoming the checkpoint, and start to remove it."""
         with self._state_lock:
             self._dropped = True
         # The disk may not answer, and no order waits for it.
@@ -212,29 +251,41 @@ class PendingSave:
         writer.join()
         shutil.rmtree(self._draft, ignore_errors=True)
 
-    def _run(self, work: Callable[..., None], *given: object) -> None:
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
         try:
-            work(*given)
+            work(*arguments)
         except CheckpointError as error:
             self._error = error
         except OSError as error:
             # The place is the same on all workers if the disk is full.
             place = self._folder if error.errno in DISK_FULL else error.filename or self._folder
-            self._error = CheckpointError(f"{place}: checkpoint of iteration {self.iteration} cannot be "
-                                          f"written: {error.strerror or error}; earlier ones are untouched")
+            self._error = CheckpointError(
+                f"{place}: checkpoint of iteration {self.iteration} cannot be "
+                f"written: {error.strerror or error}; earlier ones are untouched"
+            )
         if not self._dropped:
             self._ended(self._error)
 
 
-def _start_thread(work: Callable[..., None], *given: object) -> threading.Thread:
-    thread = threading.Thread(target=work, args=given, daemon=True)
+def _start_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread
 
 
-def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState], identity: Mapping[str, Any],
-                 samples: int | None = None, ended: OnEnded = lambda _: None, run: RunIdentity | None = None,
-                 *, order: int = 0, allowed: bool = True, data: StreamState | None = None) -> PendingSave:
+def start_saving(
+    folder: Path,
+    iteration: int,
+    layers: Mapping[int, LayerState],
+    identity: Mapping[str, Any],
+    samples: int | None = None,
+    ended: OnEnded = lambda _: None,
+    run: RunIdentity | None = None,
+    *,
+    order: int = 0,
+    allowed: bool = True,
+    data: StreamState | None = None,
+) -> PendingSave:
     """Start to write this worker's layers of a checkpoint; return a handle to wait for.
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved
@@ -255,36 +306,49 @@ def start_saving(folder: Path, iteration: int, layers: Mapping[int, LayerState],
     run
         What the run trains.
     order
-        Number of the order in which the draft is written, which it bears.
+        Number of the order during which the draft is written, a part of its name.
     allowed
         False for a draft that waits for `PendingSave.allow`.
     data
         State of data that are read in order; None: this worker does not know it.
     """
-    manifest = Manifest(iteration=iteration, identity=dict(identity), layers=(), samples=samples, run=run,
-                        data=UNSET if data is None else data)
-    return PendingSave(folder, folder / f".saving-{iteration}-{order}", layers, manifest, ended, allowed=allowed)
+    manifest = Manifest(
+        iteration=iteration,
+        identity=dict(identity),
+        layers=(),
+        samples=samples,
+        run=run,
+        data=UNSET if data is None else data,
+    )
+    return PendingSave(
+        folder, folder / f".saving-{iteration}-{order}", layers, manifest, ended, allowed=allowed
+    )
 
 
 def open_latest(folder: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """Open the newest complete checkpoint in `folder`; return None if there is none.
 
     Raises CheckpointError if that checkpoint cannot be read, or belongs to a job with another
-    `identity` (`identity_of`; None: any job is accepted).
+    `identity` than this one (`identity_of`; None: any job).
     """
     while checkpoints := find_complete(folder):
         newest = checkpoints[max(checkpoints)]
         try:
             return open_checkpoint(newest, identity)
         except CheckpointError:
+            # A running job may have removed it meanwhile; then the next newest counts.
             if is_complete(newest):
                 raise
     return None
 
 
 def find_complete(folder: Path) -> dict[int, Path]:
-    """Return the folders of the complete checkpoints, by their completed iterations."""
-    return {number: path for number, path in _list_matching(folder, _COMPLETE).items() if is_complete(path)}
+    """Return the folders of the complete checkpoints, by their numbers of iterations."""
+    return {
+        number: path
+        for number, path in _list_matching(folder, _COMPLETE).items()
+        if is_complete(path)
+    }
 
 
 def is_complete(path: Path) -> bool:
@@ -292,25 +356,30 @@ def is_complete(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def reopen_or_latest(found: Checkpoint) -> Checkpoint:
-    """Return `found`, or the newest checkpoint in its folder if others have replaced it. Raises
-    CheckpointError if neither can be read."""
-    if not is_complete(found.path) and (newest := open_latest(found.path.parent)) is not None:
+def reopen_or_latest(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint if it is still complete, else the newest in its folder.
+
+    Raises CheckpointError if that one cannot be read, or if the folder has none.
+    """
+    path = checkpoint.path
+    if not is_complete(path) and (newest := open_latest(path.parent)) is not None:
         return newest
-    open_checkpoint(found.path)
-    return found
+    open_checkpoint(path)
+    return checkpoint
 
 
 def open_checkpoint(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open the checkpoint in the folder `path` and check its manifest, but not its files.
 
-    Raises CheckpointError if it cannot be read, or belongs to a job with another `identity` (None:
-    any job is accepted).
+    Raises CheckpointError if the manifest cannot be read, is damaged, or belongs to a job with
+    another `identity` than this one (None: any job).
     """
     source = path / MANIFEST
     manifest = _DOCUMENT.decode(_DOCUMENT.read_bytes(source), str(source))
-    if [file.layer for file in manifest.layers] != list(range(len(manifest.layers))) \
-            or manifest.identity.get("layers") != len(manifest.layers):
+    # A valid document may still be the note on one layer, or list layers of another model.
+    count = len(manifest.layers)
+    numbers = [file.layer for file in manifest.layers]
+    if numbers != list(range(count)) or manifest.identity.get("layers") != count:
         raise DamagedError(f"{source}: does not name each layer of the model once; it is damaged")
     checkpoint = Checkpoint(path, manifest)
     if identity is not None:
@@ -324,10 +393,11 @@ def require_job(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare all files of a checkpoint with its manifest; return it, marked as verified.
+    """Compare all files of a checkpoint with its manifest; return it marked as verified.
 
-    A checkpoint that is already marked is returned at once. Raises DamagedError, which names the
-    first file that differs, and CheckpointError if a file cannot be read.
+    A checkpoint that is marked already is not read again. Raises DamagedError, which names the
+    first file that differs, is missing or has an I/O error, and CheckpointError if a file cannot be
+    read for another reason.
     """
     if checkpoint.is_verified:
         return checkpoint
@@ -338,20 +408,24 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
-    """Return the newest checkpoint without damage, or None, and the damage of newer ones.
+    """Return the newest undamaged checkpoint, and the damage of newer ones by folder.
 
-    The latter is a dictionary by path. Raises CheckpointError if a checkpoint cannot be read for a
-    reason other than damage.
+    The checkpoint has been verified (`verify_checkpoint`); it is None if all are damaged. Raises
+    CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
     damaged = dict[Path, DamagedError]()
-    while candidates := [path for _, path in sorted(find_complete(folder).items()) if path not in damaged]:
+    # The folder is listed anew each time: a run may write, remove or replace checkpoints meanwhile.
+    while candidates := [
+        path for _, path in sorted(find_complete(folder).items()) if path not in damaged
+    ]:
         newest, opened = candidates[-1], None
         try:
             opened = open_checkpoint(newest)
             return verify_checkpoint(opened), damaged
         except CheckpointError as error:
+            # What a run has removed or replaced meanwhile is no damage: look again.
             if not is_complete(newest) or _has_changed(newest, opened):
-                continue  # a run has removed or replaced it meanwhile
+                continue
             if not isinstance(error, DamagedError):
                 raise
             damaged[newest] = error
@@ -359,14 +433,29 @@ def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, D
 
 
 def _has_changed(path: Path, opened: Checkpoint | None) -> bool:
-    """Return whether the folder now holds another checkpoint than the opened one."""
     with contextlib.suppress(CheckpointError):
         return opened is not None and open_checkpoint(path).manifest != opened.manifest
     return False
 
 
-def rename_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint so that no run uses it; return its path. Raises OSError."""
+def report_damaged(
+    damaged: Mapping[Path, DamagedError],
+    whole: Checkpoint | None,
+    say: Callable[[str], object],
+    *,
+    rename: bool,
+) -> None:
+    """Report damaged checkpoints by `say`, and that training continues from `whole`.
+
+    With `rename`, they get new names first, so that no run uses them. Raises OSError.
+    """
+    for path, error in damaged.items():
+        kept = _rename_damaged(path) if rename else path
+        say(f"{error}; it is kept as {kept}, and training continues from {whole and whole.path}")
+
+
+def _rename_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint so that no run uses it; return its new path."""
     for number in itertools.count():
         aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number else ""))
         if not aside.exists():
@@ -375,17 +464,19 @@ def rename_damaged(path: Path) -> Path:
 
 
 def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict[str, Tensor]]:
-    """Read some layers of a checkpoint: each layer's tensors, on the CPU, by its number.
+    """Return the tensors of some layers of a checkpoint, on the CPU, by layer.
 
-    `part_state.as_whole_part` takes these tensors. Raises CheckpointError if a file is missing,
-    damaged or unreadable.
+    Raises CheckpointError if the checkpoint has no such layer, or a file is missing, damaged or
+    unreadable.
     """
     return {layer: _load_layer(checkpoint, layer) for layer in layers}
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove unfinished checkpoints and temporary files of killed processes from a folder. To be
-    called only while no process writes a checkpoint there."""
+    """Remove unfinished checkpoints and temporary files of killed processes from a folder.
+
+    To be called only while no process writes a checkpoint there.
+    """
     for _, path in _list_drafts(folder):
         shutil.rmtree(path, ignore_errors=True)
     for path in _list_matching(folder, _COMPLETE).values():
@@ -396,7 +487,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_newer(folder: Path, iteration: int) -> None:
-    """Remove the complete checkpoints in `folder` of more than `iteration` iterations."""
+    """Remove the complete checkpoints of later iterations than `iteration` from a folder."""
     for number, path in find_complete(folder).items():
         if number > iteration:
             _remove_checkpoint(path)
@@ -404,7 +495,9 @@ def remove_newer(folder: Path, iteration: int) -> None:
 
 def _load_layer(checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
     if not 0 <= layer < len(checkpoint.manifest.layers):
-        raise CheckpointError(f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}")
+        raise CheckpointError(
+            f"{checkpoint.path}: has {len(checkpoint.manifest.layers)} layers, and no layer {layer}"
+        )
     return _read_file(checkpoint, checkpoint.manifest.layers[layer], read_tensors)
 
 
@@ -423,23 +516,28 @@ def _read_file(checkpoint: Checkpoint, file: LayerFile, read: Callable[[Path, Fi
         raise kind(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping[int, LayerState],
-                  is_dropped: Callable[[], bool]) -> None:
-    """Write the given layers to the draft of a checkpoint, until `is_dropped`."""
-    # Next to the file of each layer, a JSON file is written, with the content of `manifest` and
-    # this layer as its only one. The state of the data, which may be long, is in that of the first
-    # layer only. Does nothing if the checkpoint is already complete.
+def _write_layers(
+    folder: Path,
+    draft: Path,
+    manifest: Manifest,
+    layers: Mapping[int, LayerState],
+    is_dropped: Callable[[], bool],
+) -> None:
+    # A run that repeats an iteration keeps the checkpoint, unless it is another job's.
     complete = folder / f"iteration-{manifest.iteration}"
     if is_complete(complete):
         open_checkpoint(complete, manifest.identity)
         return
-    # A folder without a manifest is what a killed process was removing. No worker completes this checkpoint meanwhile,
-    # as layers of this one are missing in the draft.
+    # A folder without a manifest is what a killed process was removing. No worker completes this
+    # checkpoint meanwhile, as layers of this one are missing in the draft.
     shutil.rmtree(complete, ignore_errors=True)
     draft.mkdir(parents=True, exist_ok=True)
-    for _, path in _list_drafts(folder)[:-KEPT_DRAFTS]:  # none is ever completed if nodes do not share the folder
+    # Bound the number of drafts: none is ever completed if nodes do not share the folder.
+    for _, path in _list_drafts(folder)[:-KEPT_DRAFTS]:
         if path != draft:
             shutil.rmtree(path, ignore_errors=True)
+    # Next to the file of each layer, a note is written: the manifest with this layer alone. The
+    # state of the data, which may be long, is in the note of the first layer only.
     written: list[Path] = []
     data = manifest.data
     try:
@@ -449,13 +547,15 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
             note = draft / f"layer-{layer:04d}.json"
             temporary = draft / f".layer-{layer:04d}-{os.getpid()}"
             file = write_tensors(temporary, state)
-            # With the digest in its name, a layer saved again after a failure never changes a file that a note lists.
+            # With the digest in its name, a layer saved again after a failure never changes a file
+            # that a note lists.
             path = draft / f"layer-{layer:04d}-{file.sha256[:16]}.safetensors"
             temporary.replace(path)
             _sync_folder(draft)
             written += [path, note]
-            note_content = msgspec.structs.replace(manifest, layers=(LayerFile(layer, path.name, *file),), data=data)
-            write_atomically(note, msgspec.json.encode(note_content))
+            files = (LayerFile(layer, path.name, *file),)
+            content = msgspec.structs.replace(manifest, layers=files, data=data)
+            write_atomically(note, msgspec.json.encode(content))
             data = UNSET
     except BaseException:
         # Free the space on a full disk, unless another worker has just completed this checkpoint.
@@ -466,20 +566,22 @@ def _write_layers(folder: Path, draft: Path, manifest: Manifest, layers: Mapping
 
 
 def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> None:
-    """Complete a checkpoint if all layers are in its draft: write its manifest, and rename."""
     # Several workers may try concurrently.
     complete = folder / f"iteration-{manifest.iteration}"
     try:
+        # The layers of the notes, if there is one for each, make up the manifest.
         files: list[LayerFile] = []
         stream = manifest.data
         for layer in range(manifest.identity["layers"]):
             note = draft / f"layer-{layer:04d}.json"
             if not note.exists():
                 return
-            note_content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
-            _require_same_job(note, note_content.identity, manifest.identity)
-            files += note_content.layers
-            stream = note_content.data if stream is UNSET else stream  # only some of the writers read data
+            content = _DOCUMENT.decode(_DOCUMENT.read_bytes(note), str(note))
+            _require_same_job(note, content.identity, manifest.identity)
+            files += content.layers
+            # Only some of the writers read data.
+            stream = content.data if stream is UNSET else stream
+        # A folder is complete once it has a manifest and this name.
         whole = msgspec.structs.replace(manifest, layers=tuple(files), data=stream)
         write_atomically(draft / MANIFEST, msgspec.json.encode(whole))
         _sync_folder(draft)
@@ -488,38 +590,41 @@ def _complete_if_all_saved(folder: Path, draft: Path, manifest: Manifest) -> Non
         if not is_complete(complete):
             raise
         return  # another worker has just completed it
+    # Only the worker that renamed the draft comes here, and cleans up.
     _sync_folder(folder)
     _remove_unlisted_files(complete)
     _remove_outdated(folder, manifest.iteration)
 
 
 def _remove_outdated(folder: Path, iteration: int) -> None:
-    """Remove drafts up to this iteration, and all but the newest complete checkpoints."""
     complete = find_complete(folder)
-    old = [path for number, path in _list_drafts(folder) if number <= iteration]
-    for path in (*old, *(complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS])):
+    outdated = [path for number, path in _list_drafts(folder) if number <= iteration]
+    outdated += [complete[number] for number in sorted(complete)[:-KEPT_CHECKPOINTS]]
+    for path in outdated:
         _remove_checkpoint(path)
 
 
 def _remove_checkpoint(path: Path) -> None:
     with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink(missing_ok=True)  # first: a folder without a manifest is not a checkpoint
+        # First: a folder without a manifest is not a checkpoint.
+        (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unlisted_files(path: Path) -> None:
-    """Remove files that a complete checkpoint does not list: layers saved twice, temporaries."""
+    """Remove what a complete checkpoint does not list: layers saved twice, temporary files."""
     # A worker that is still writing such a file ignores its loss, because the checkpoint is
     # complete.
     with contextlib.suppress(CheckpointError, OSError):
-        named = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
+        names = {layer_file.file for layer_file in open_checkpoint(path).manifest.layers}
         for file in path.iterdir():
-            if _TEMPORARY.match(file.name) or (file.suffix == ".safetensors" and file.name not in named):
+            is_unlisted = file.suffix == ".safetensors" and file.name not in names
+            if is_unlisted or _TEMPORARY.match(file.name):
                 file.unlink(missing_ok=True)
 
 
 def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the drafts in `folder` with their iterations, in the order of their begin."""
+    # With their iterations; those of later orders come last, since these are kept.
     drafts = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -530,7 +635,7 @@ def _list_drafts(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _list_matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the paths in `folder` whose names match a pattern, by the iteration in it."""
+    """Return the paths in `folder` whose names match, by the number in the name."""
     paths = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():

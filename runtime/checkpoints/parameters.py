@@ -1,5 +1,8 @@
-"""Write a run's final parameters: one file a layer, `parameters/layer-NNNN.safetensors`. A worker
-writes a draft, and renames it when the coordinator has compared the digests of all holders."""
+"""Write a run's final parameters: one file a layer, `parameters/layer-NNNN.safetensors`.
+
+A worker writes a draft, and renames it when the coordinator has compared the digests of all
+holders.
+"""
 
 import errno
 import time
@@ -23,25 +26,34 @@ def layer_path(out: Path, layer: int) -> Path:
 
 
 def draft_layer(out: Path, layer: int, order: int, state: Mapping[str, Tensor]) -> None:
-    """Write a layer to a draft of its file, which bears an order's number. Raises OSError."""
+    """Write a layer's parameters, `state`, to a draft: a file named by `order`. Raises OSError.
+
+    The draft is renamed once all holders agree on it.
+    """
     draft = _draft_path(out, layer, order)
     draft.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(draft, state)
 
 
 def publish_layer(out: Path, layer: int, order: int) -> None:
-    """Rename the draft of a layer to its file, as all holders agree. Raises OSError."""
+    """Rename a layer's draft to its final file, once all holders agree on it. Raises OSError."""
     _draft_path(out, layer, order).replace(layer_path(out, layer))
 
 
-def draft_layer_with_retry(out: Path, layer: int, order: int, state: Mapping[str, Tensor], say: Callable[[str], None],
-                           look_seconds: float = RETRY_SECONDS) -> None:
-    """Write a layer as `draft_layer` does, and retry while the disk is full.
+def draft_layer_with_retry(
+    out: Path,
+    layer: int,
+    order: int,
+    state: Mapping[str, Tensor],
+    say: Callable[[str], None],
+    look_seconds: float = RETRY_SECONDS,
+) -> None:
+    """Write a layer's draft (`draft_layer`), and retry while the disk is full.
 
-    It does so every `look_seconds`. The callback `say` gets one message, when the first attempt
-    fails because the disk is full. Retries never end, because no other process has the final
-    parameters. Raises OSError for any reason other than a full disk.
+    `say` gets one message, when the first attempt fails; `look_seconds` pass between attempts.
+    Raises OSError if writing fails for another reason.
     """
+    # Retries never end, because no other process has the final parameters.
     is_reported = False
     while True:
         try:
@@ -50,7 +62,10 @@ def draft_layer_with_retry(out: Path, layer: int, order: int, state: Mapping[str
             if error.errno not in DISK_FULL:
                 raise
             if not is_reported:
-                say(f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait for free space")
+                say(
+                    f"{out / 'parameters'} cannot be written: {error.strerror}; the workers wait "
+                    "for free space"
+                )
             is_reported = True
             time.sleep(look_seconds)
 
@@ -66,7 +81,14 @@ def load_layer(out: Path, layer: int) -> dict[str, Tensor]:
 
 
 def load_parameters(out: Path) -> dict[str, Tensor]:
-    """Return all layers' parameters and buffers by `layer.name`. Raises OSError and TensorError."""
+    """Return all layers' final parameters and buffers; keys are `0.weight` and the like.
+
+    Raises OSError and TensorError.
+    """
     paths = (out / "parameters").glob(f"layer-*{_SUFFIX}")
-    return {f"{layer}.{name}": tensor for layer in sorted(int(path.stem.removeprefix("layer-")) for path in paths)
-            for name, tensor in load_layer(out, layer).items()}
+    layers = sorted(int(path.stem.removeprefix("layer-")) for path in paths)
+    return {
+        f"{layer}.{name}": tensor
+        for layer in layers
+        for name, tensor in load_layer(out, layer).items()
+    }

@@ -1,5 +1,7 @@
-"""Convert the state of torchtitan's Trainer to a run's checkpoint, and back. The Trainer holds the
-whole model, on the CPU. One layer of it is written or read at a time."""
+"""Convert the state of torchtitan's Trainer to a run's checkpoint, and back.
+
+The Trainer holds the whole model, on the CPU. One layer of it is written or read at a time.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +26,23 @@ _CPU = torch.device("cpu")
 
 
 def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | None:
-    """Save the state of a Trainer so that a run begins with it. Return the checkpoint.
+    """Save a Trainer's state as a checkpoint in `folder`, for a run to begin with.
 
-    After `trainer.step` steps, the state is written as a checkpoint to `folder`. Before the first
-    step, only the initial parameters are written, to the folder that `build_run_config` has set,
-    and None is returned. Raises ConfigError if the model cannot be built, and CheckpointError if
-    the checkpoint cannot be written.
+    Before the first step, only the initial parameters are written, to the folder that the config's
+    option `checkpoint` names, and the result is None. Raises ConfigError if the model cannot be
+    built, and CheckpointError if the checkpoint cannot be written.
     """
     if trainer.step == 0:
-        save_titans(trainer.model_parts[0].state_dict(), checkpoint_id=config.model.options["checkpoint"],
-                    no_dist=True)
+        save_titans(
+            trainer.model_parts[0].state_dict(),
+            checkpoint_id=config.model.options["checkpoint"],
+            no_dist=True,
+        )
         return None
     layers = list(_layer_parameters(trainer, config))
     states, identity = _optimizer_states(trainer), identity_of(config, len(layers))
+    # Each layer is a save of its own, so that only one layer is in memory twice; the last save
+    # finds all layers written, and completes the checkpoint.
     for layer, members in enumerate(layers):
         state = {f"model.{name}": tensor.detach() for name, tensor in members.items()}
         for name, parameter in members.items():
@@ -47,27 +53,40 @@ def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | 
 
 
 def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Load a run's checkpoint into a Trainer. Raises CheckpointError."""
+    """Load a run's checkpoint into a Trainer, whose configuration as a run is `config`.
+
+    Raises CheckpointError if a layer cannot be read, and ConfigError if the model cannot be built.
+    """
     for layer, members in enumerate(_layer_parameters(trainer, config)):
         tensors = load_layers(checkpoint, [layer])[layer]
         for name, parameter in members.items():
-            state = {slot: value for key, value in tensors.items() for kind, _, slot_and_name in [key.partition(".")]
-                     for slot, _, parameter_name in [slot_and_name.partition(".")]
-                     if kind == "optimizer" and parameter_name == name}
+            # Keys are `optimizer.SLOT.NAME`, such as `optimizer.exp_avg.weight`.
+            state = dict[str, Tensor]()
+            for key, value in tensors.items():
+                kind, _, slot_and_name = key.partition(".")
+                slot, _, stepped_name = slot_and_name.partition(".")
+                if kind == "optimizer" and stepped_name == name:
+                    state[slot] = value
             with torch.no_grad():
                 parameter.copy_(tensors[f"model.{name}"])
-            if state:
-                next(one for one in trainer.optimizers
-                     if parameter in _stepped_parameters(one)).state[parameter] = state
+            # Before the first step there is no state; the optimizer then creates it.
+            if not state:
+                continue
+            for optimizer in trainer.optimizers:
+                if parameter in _stepped_parameters(optimizer):
+                    optimizer.state[parameter] = state
+                    break
 
 
 def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Tensor]]:
-    """Yield the Trainer's parameters of each layer, by their names in the layer."""
     # Biases that are buffers in the Trainer are included. A parameter that layers share is yielded
     # once, with the layer that comes first in its group.
     model = build_model(config.model, 0, parameter_dtype(config.training), _CPU)
     sharing, [whole] = sharing_of(model), trainer.model_parts
-    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+    tensors = {
+        **dict(whole.named_parameters(remove_duplicate=False)),
+        **dict(whole.named_buffers()),
+    }
     for layer in range(model.layers):
         with torch.device("meta"):
             module = model.build(layer)
@@ -76,8 +95,11 @@ def _layer_parameters(trainer: Any, config: RunConfig) -> Iterator[dict[str, Ten
 
 
 def _optimizer_states(trainer: Any) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the state of the Trainer's optimizers by parameter; empty before the first step."""
-    return {parameter: state for optimizer in trainer.optimizers for parameter, state in optimizer.state.items()}
+    return {
+        parameter: state
+        for optimizer in trainer.optimizers
+        for parameter, state in optimizer.state.items()
+    }
 
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:

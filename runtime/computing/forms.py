@@ -41,8 +41,12 @@ from slipstream.runtime.torch_private import (
 
 
 def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
-    """Return the forms of the input of each layer, then of the last one's output. Raises
-    ConfigError if the runtime cannot run a layer or the loss."""
+    """Return the forms of each layer's input, and then of the last layer's output.
+
+    A form is shapes and dtypes. Raises ConfigError if the runtime cannot run the model as `config`
+    says. Errors of the user's data, from which a micro-batch is read, are passed on.
+    """
+    # What needs no run of a layer is checked first.
     form_of_batch = batch_form(config)
     recompute = parse_recompute(config.training, model.layers)
     modules = [_build_on_meta(model, layer, config) for layer in range(model.layers)]
@@ -50,118 +54,161 @@ def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
     _check_shards(modules, config)
     if config.training.compile:
         require_compilable(config, model.device)
-    with without_gpu_context(), FakeTensorMode(), model.device, torch.no_grad(), \
-            autocast_context(config.training, model.device):
+    with (
+        without_gpu_context(),
+        FakeTensorMode(),
+        model.device,
+        torch.no_grad(),
+        autocast_context(config.training, model.device),
+    ):
+        # From the tokens on, each layer takes what the layer before gave.
         batch = allocate_value(form_of_batch, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         assert isinstance(batch, tuple)
         value: Value = batch[0]
-        found = [form_of(value)]
+        forms = [form_of(value)]
         with collecting_parts() as parts:
             for layer, module in enumerate(modules):
                 value = _run_layer(layer, module, value, batch, config)
-                found.append(form_of(value))
+                forms.append(form_of(value))
         for name in sorted(recompute.parts - parts):
-            raise ConfigError(f"training.recompute names {name!r}, but no layer has that part "
-                              "(runtime.api.recomputable); expected layers' numbers, or 'full'")
+            raise ConfigError(
+                f"training.recompute names {name!r}, but no layer has that part "
+                "(runtime.api.recomputable); expected layers' numbers, or 'full'"
+            )
         _check_loss(model, value, batch, config)
-    return found
+    return forms
 
 
 def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
-    """Build a layer on the meta device; FakeTensorMode's parameters refuse `module.to(dtype)`."""
+    """Build a layer on the meta device; raise ConfigError if it is no module."""
+    # On the meta device, since FakeTensorMode refuses `module.to(dtype)` for its parameters.
     try:
         with torch.device("meta"):
             module = model.build(layer)
         if isinstance(module, nn.Module):
             module = with_local_parameters(module)
     except Exception as error:  # the user's code may raise anything
-        raise _model_error(config, f"layer {layer} cannot be built: {_describe_error(error)}") from error
+        raise _model_error(
+            config, f"layer {layer} cannot be built: {_describe_error(error)}"
+        ) from error
     if not isinstance(module, nn.Module):
-        raise _model_error(config, f"layer {layer} is {_describe(module)}; expected a torch.nn.Module")
+        raise _model_error(
+            config, f"layer {layer} is {_describe(module)}; expected a torch.nn.Module"
+        )
     return module
 
 
 def _check_shared(model: LayeredModel, modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError unless shared parameters exist, with the same shape and dtype."""
     for group in sharing_of(model).groups:
         try:
             first, *others = [modules[place.layer].get_parameter(place.name) for place in group]
         except AttributeError as error:
-            raise _model_error(config, f"layers share {', '.join(map(str, group))}, but {first_line(error)}") from None
+            raise _model_error(
+                config, f"layers share {', '.join(map(str, group))}, but {first_line(error)}"
+            ) from None
+        # Shared parameters are one tensor, so they must be alike.
         for place, other in zip(group[1:], others, strict=True):
             if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise _model_error(config,
-                                   f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, with "
-                                   "which it is shared")
+                raise _model_error(
+                    config,
+                    f"{place} is {_describe(other)}; expected {_describe(first)}, as {group[0]}, "
+                    "with which it is shared",
+                )
 
 
 def _check_shards(modules: Sequence[nn.Module], config: RunConfig) -> None:
-    """Raise ConfigError if several ranks have nothing to cut, or a cut parameter is missing."""
     ranks = config.training.tensor_parallel
     if ranks == 1:
         return
     if not any(map(shards_of, modules)):
-        raise ConfigError(f"training.tensor_parallel is {ranks}, and no layer of the model has `shards`: all ranks "
-                          "would do the same; expected 1")
+        raise ConfigError(
+            f"training.tensor_parallel is {ranks}, and no layer of the model has `shards`: all "
+            "ranks would do the same; expected 1"
+        )
+    # A wrong name would leave a parameter whole without a word.
     for layer, module in enumerate(modules):
         names = dict(module.named_parameters())
         for name in shards_of(module).keys() - names:
-            raise _model_error(config, f"layer {layer} has shards of {name!r}; expected the name of one of "
-                               "its parameters")
+            raise _model_error(
+                config,
+                f"layer {layer} has shards of {name!r}; expected the name of one of its parameters",
+            )
 
 
-def _run_layer(layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig) -> Value:
-    """Run a layer under FakeTensorMode and return its output."""
-    # Raises ConfigError if the layer fails, or if its output is not a tensor or tuple with at least
-    # one floating-point tensor.
+def _run_layer(
+    layer: int, module: nn.Module, value: Value, batch: Batch, config: RunConfig
+) -> Value:
     name = f"layer {layer} ({type(module).__name__})"
     more = {"batch": batch} if has_batch_parameter(module.forward) else {}
     with unset_fake_temporarily():
-        named = dict(chain(module.named_parameters(), module.named_buffers()))
+        tensors = dict(chain(module.named_parameters(), module.named_buffers()))
     # A forward may ask for gradients of parameters.
-    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-             for name, tensor in named.items()}
+    state = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        for name, tensor in tensors.items()
+    }
+    # Parameters are replaced by fake tensors, so that nothing takes memory.
     try:
         output = functional_call(module, {**state, **build_dtensors(module, state)}, (value,), more)
     except DATA_DEPENDENT as error:
-        raise _model_error(config,
-                           f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes that "
-                               "are the same for all micro-batches") from error
+        raise _model_error(
+            config,
+            f"{name} has shapes that depend on its data ({first_line(error)}); expected shapes "
+            "that are the same for all micro-batches",
+        ) from error
     except Exception as error:
-        raise _model_error(config, f"{name} fails on {_describe(value)}: {_describe_error(error)}") from error
-    if not isinstance(output, Tensor) and not (isinstance(output, tuple) and output and all(
-            isinstance(element, Tensor) for element in output)):
-        raise _model_error(config, f"{name} gives {_describe(output)}; expected a tensor, or a tuple of tensors")
+        raise _model_error(
+            config, f"{name} fails on {_describe(value)}: {_describe_error(error)}"
+        ) from error
+    # The output is a tensor or tuple, with at least one tensor for which there is a gradient.
+    if not isinstance(output, Tensor) and not (
+        isinstance(output, tuple)
+        and output
+        and all(isinstance(element, Tensor) for element in output)
+    ):
+        raise _model_error(
+            config, f"{name} gives {_describe(output)}; expected a tensor, or a tuple of tensors"
+        )
     if not any(map(has_gradient, tensors_of(output))):
-        raise _model_error(config, f"{name} gives {_describe(output)}; expected a tensor of floating "
-                               "point, or a tuple with one")
+        raise _model_error(
+            config,
+            f"{name} gives {_describe(output)}; expected a tensor of floating "
+            "point, or a tuple with one",
+        )
     return output if isinstance(output, Tensor) else as_layer_input(output)
 
 
 def _check_loss(model: LayeredModel, output: Value, batch: Batch, config: RunConfig) -> None:
-    """Raise ConfigError unless the loss of the last layer's output is without dimensions."""
     try:
         loss: object = adapt_loss(model.loss)(output, batch[1], batch)
     except DATA_DEPENDENT:  # only the loss itself is needed, not the shapes within it
         return
     except Exception as error:
-        raise _model_error(config, f"loss fails on {_describe(output)} and {_describe(batch[1])}: "
-                                   f"{_describe_error(error)}") from error
+        raise _model_error(
+            config,
+            f"loss fails on {_describe(output)} and {_describe(batch[1])}: "
+            f"{_describe_error(error)}",
+        ) from error
     if not isinstance(loss, Tensor) or loss.dim():
-        raise _model_error(config, f"loss gives {_describe(loss)}; expected a tensor of no dimensions, a micro-batch's "
-                               "mean")
+        raise _model_error(
+            config,
+            f"loss gives {_describe(loss)}; expected a tensor of no dimensions, a micro-batch's "
+            "mean",
+        )
 
 
 def _model_error(config: RunConfig, what: str) -> ConfigError:
-    """Return a ConfigError with the model's key and value, and then what is wrong."""
     model = config.model
-    values = {"hugging_face": model.hugging_face, "torchtitan": model.torchtitan, "name": model.name}
+    values = {
+        "hugging_face": model.hugging_face,
+        "torchtitan": model.torchtitan,
+        "name": model.name,
+    }
     key = next(key for key, name in values.items() if name is not None)
     return ConfigError(f"model.{key} is {str(values[key])!r}: {what}")
 
 
 def _describe(value: object) -> str:
-    """Describe a value's kind, and the dtypes and shapes of its tensors."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple | list | Mapping):
@@ -172,5 +219,3 @@ def _describe(value: object) -> str:
 
 def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
-
-

@@ -15,22 +15,30 @@ from slipstream.runtime.computing.slices import SliceRunner
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.data.data import Microbatch
 from slipstream.runtime.models.calling import Batch
-from slipstream.runtime.replay.layer_values import Form, allocate_value, gradient_form
+from slipstream.runtime.replay.layer_values import Form, Value, allocate_value, gradient_form
 from slipstream.runtime.state.part_optimizer import PartOptimizer
 
 
 class Rehearsal:
-    """Runs each kind of layers once on discarded data, so that CUDA loads kernels."""
+    """Runs each kind of layers once, on discarded data, so that CUDA loads its kernels."""
 
     def __init__(self) -> None:
-        self._known = set[Hashable]()
+        self._kinds = set[Hashable]()
+        """Kinds of layers, and of steps, that have been run."""
 
-    def run(self, runner: SliceRunner, takes: Form, gives: Form, read: Callable[[Microbatch], Batch],
-            microbatch: Microbatch) -> None:
-        """Run F, I and W of a slice once. Do nothing if its kind has been run.
+    def run(
+        self,
+        runner: SliceRunner,
+        takes: Form,
+        gives: Form,
+        read: Callable[[Microbatch], Batch],
+        microbatch: Microbatch,
+    ) -> None:
+        """Run F, I and W of a slice once, unless its kind has been run.
 
-        A kind is the classes and parameter shapes of its layers. Afterwards the caller must set the
-        gradients to zero. Buffers and the sum of losses are left unchanged.
+        A kind is the classes and parameter forms of its layers, and whether it is the first or last
+        slice. Buffers are left unchanged, and losses dropped; the caller must set the gradients to
+        zero.
 
         Parameters
         ----------
@@ -43,11 +51,21 @@ class Rehearsal:
         """
         if not self._is_new((runner.first, runner.last, *map(_kind_of, runner.modules))):
             return
-        buffers = [(buffer, buffer.clone()) for module in runner.modules for buffer in module.buffers()]
+        buffers = [
+            (buffer, buffer.clone()) for module in runner.modules for buffer in module.buffers()
+        ]
+        # Inputs from other slices are zeros; what is computed does not matter.
         batch = read(microbatch) if runner.reads_batch else None
-        value = batch[0] if batch is not None and runner.first else allocate_value(takes, _zeros_on(runner.device))
-        runner.forward(microbatch, value, batch[1] if batch is not None and runner.last else None, batch, split=True)
-        gradient = None if runner.last else allocate_value(gradient_form(gives), _zeros_on(runner.device))
+        if batch is not None and runner.first:
+            value: Value = batch[0]
+        else:
+            value = allocate_value(takes, _zeros_on(runner.device))
+        target = batch[1] if batch is not None and runner.last else None
+        runner.forward(microbatch, value, target, batch, split=True)
+        # The ops in the order of a micro-batch; then undo what they have changed.
+        gradient = None
+        if not runner.last:
+            gradient = allocate_value(gradient_form(gives), _zeros_on(runner.device))
         runner.backward_input(microbatch, gradient)
         runner.backward_weight(microbatch)
         runner.take_loss()
@@ -56,16 +74,23 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O on a small parameter of each dtype, and undo the step. Does nothing if this process
-        has done so for the same dtypes. The modules themselves are not changed."""
-        likes = {trained.dtype: trained for module in modules for trained in module.parameters()
-                 if trained.requires_grad}
-        if not likes or not self._is_new(frozenset(likes)):
+        """Run O once on a small parameter of each dtype, and undo it."""
+        example_of = {
+            parameter.dtype: parameter
+            for module in modules
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        }
+        if not example_of or not self._is_new(frozenset(example_of)):
             return
-        small = nn.ParameterList(nn.Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
-                                 for example in likes.values())
+        # Kernels depend on the dtype, and not on the size.
+        small = nn.ParameterList(
+            nn.Parameter(torch.zeros(2, 2, dtype=example.dtype, device=example.device))
+            for example in example_of.values()
+        )
         for parameter in small:
             parameter.grad = torch.zeros_like(parameter)
+        # All that a member does with its parameters in an iteration.
         span = (0, sum(parameter.numel() for parameter in small))
         optimizer = PartOptimizer({0: small}, config, {0: (span,)}, {0: (span,)})
         optimizer.layer_squares()
@@ -75,15 +100,14 @@ class Rehearsal:
         optimizer.undo()
 
     def _is_new(self, kind: Hashable) -> bool:
-        """Return whether this kind of layers, or of dtypes of a step, is new."""
-        new = kind not in self._known
-        self._known.add(kind)
-        return new
+        is_new = kind not in self._kinds
+        self._kinds.add(kind)
+        return is_new
 
 
 def _kind_of(module: nn.Module) -> Hashable:
-    """Return what determines a layer's kernels: class, parameters' shapes and dtypes."""
-    return type(module), tuple((tuple(parameter.shape), parameter.dtype) for parameter in module.parameters())
+    parameters = module.parameters()
+    return type(module), tuple((tuple(tensor.shape), tensor.dtype) for tensor in parameters)
 
 
 def _zeros_on(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Any]:

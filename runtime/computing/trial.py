@@ -7,7 +7,7 @@ once as plainly as autograd does, and what both give is compared.
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -35,54 +35,75 @@ from slipstream.runtime.state.held_layers import build_on_device
 from slipstream.runtime.torch_private import count_changes
 
 MAX_FLOPS = 2e12
-"""Operations of a micro-batch up to which layers are tried: seconds of a CPU."""
+"""Most operations of a micro-batch with which layers are tried; they take a CPU seconds."""
 _ARITHMETIC = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes in which products are computed, by `[training] dtype`."""
-_STATE_REMEDY = ("expected none, as each worker would have its own: use GroupNorm, LayerNorm, or BatchNorm with "
-                 "track_running_stats=False")
+_STATE_REMEDY = (
+    "expected none, as each worker would have its own: use GroupNorm, LayerNorm, or BatchNorm with "
+    "track_running_stats=False"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of a layer's input and parameters, by name, where autograd gives some."""
+    """Gradients of a layer's input and parameters, by name, where autograd gives them."""
 
     tensors: Mapping[str, Tensor]
     arithmetic: torch.dtype
-    """Dtype in which products are computed."""
 
     def differ_from(self, other: "_Gradients") -> str | None:
-        """Return the first name whose gradients are not equal, up to rounding, if any."""
+        """Return the first name whose gradients differ beyond rounding; None if none do."""
         tolerance = torch.finfo(self.arithmetic).eps ** 0.5
         for name in sorted({*self.tensors, *other.tensors}):
             mine, theirs = self.tensors.get(name), other.tensors.get(name)
             if mine is None or theirs is None:
                 return name
-            scale = float(theirs.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if theirs.numel() else 0.0
-            if not torch.allclose(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance * scale,
-                                  equal_nan=True):
+            # The tolerance is relative to the largest finite gradient of the tensor.
+            scale = 0.0
+            if theirs.numel():
+                scale = float(theirs.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
+            if not torch.allclose(
+                mine.double(),
+                theirs.double(),
+                rtol=tolerance,
+                atol=tolerance * scale,
+                equal_nan=True,
+            ):
                 return name
         return None
 
 
-def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: float,
-               notify: Callable[[str], None]) -> frozenset[int]:
-    """Run a micro-batch through a user's layers; return those that cannot be divided.
+def try_layers(
+    config: RunConfig,
+    batch: Batch,
+    begins: Collection[int],
+    flops: float,
+    notify: Callable[[str], None],
+) -> frozenset[int]:
+    """Run a micro-batch through a user's layers; return those that cannot divide their backward.
 
-    Their backward must not be divided into I and W. `batch` is the micro-batch. `begins` are the
-    layers with which stages begin, `flops` the operations of a forward and its backward. Models
-    that come with the package are not tried, and neither are those whose workers have several
-    ranks. A layer that needs a GPU, and a model too large for a CPU, is not tried either, which
-    `notify` is told. Raises ConfigError if a forward changes the layer's state, or if a layer
-    cannot be computed again though the job asks for it.
+    `begins` are the layers with which stages begin, `flops` the operations of a forward and its
+    backward. Models that come with the package or a library are not tried, and neither are those
+    whose workers have several ranks. `notify` gets a text if layers are not tried because they need
+    a GPU or are too large for a CPU, or if their backward is not divided. Raises ConfigError if a
+    layer fails and the job trains on the CPU or this machine has no GPU, if a forward changes the
+    layer's state, or if a layer cannot be computed again though the job asks for it.
     """
     name, training = config.model.name, config.training
-    if config.model.hugging_face is not None or config.model.torchtitan is not None or not is_reference(name) \
-            or training.tensor_parallel > 1:
+    if (
+        config.model.hugging_face is not None
+        or config.model.torchtitan is not None
+        or not is_reference(name)
+        or training.tensor_parallel > 1
+    ):
         return frozenset()
     if flops > MAX_FLOPS:
-        notify(f"model.name is {name!r}: a micro-batch takes {flops / 1e12:.1f} TFLOP, so the layers are not tried on "
-               "the CPU before the start: gradients and buffers are not compared")
+        notify(
+            f"model.name is {name!r}: a micro-batch takes {flops / 1e12:.1f} TFLOP, so the layers "
+            "are not tried on the CPU before the start: gradients and buffers are not compared"
+        )
         return frozenset()
+    # Layers are run in turn on the CPU: each takes the output of the layer before.
     model = build_model(config.model, training.seed, parameter_dtype(training), torch.device("cpu"))
     trial = _Trial(model, config, batch, begins)
     value: Value = batch[0]
@@ -95,8 +116,10 @@ def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: 
             what = f"layer {layer} cannot be run: {type(error).__name__}: {first_line(error)}"
             if training.device == "cpu" or not torch.cuda.is_available():
                 raise ConfigError(f"model.name is {name!r}: {what}") from error
-            notify(f"model.name is {name!r}: {what}; it and the layers after it are not tried on the CPU before the "
-                   "start")
+            notify(
+                f"model.name is {name!r}: {what}; it and the layers after it are not tried on the "
+                "CPU before the start"
+            )
             break
     for text in trial.notes:
         notify(f"model.name is {name!r}: {text}")
@@ -104,9 +127,9 @@ def try_layers(config: RunConfig, batch: Batch, begins: Collection[int], flops: 
 
 
 class _Trial:
-    """Trial of a model's layers one after the other, which remembers their kinds."""
-
-    def __init__(self, model: LayeredModel, config: RunConfig, batch: Batch, begins: Collection[int]) -> None:
+    def __init__(
+        self, model: LayeredModel, config: RunConfig, batch: Batch, begins: Collection[int]
+    ) -> None:
         self._model, self._config, self._batch, self._begins = model, config, batch, begins
         self._recomputed = parse_recompute(config.training, model.layers)
         self._verdicts: dict[Hashable, bool] = {}
@@ -116,121 +139,184 @@ class _Trial:
         self.notes: list[str] = []
 
     def try_layer(self, layer: int, value: Value) -> Value:
-        """Try a layer, unless it is of a known kind, and return its output."""
+        """Try a layer, unless its kind has been tried, and return its output."""
+        # Layers of one kind do the same, wherever they are in the model; but the first of a stage
+        # has no layer before it whose output it could change.
         module = build_on_device(self._model, layer)
-        kind = (type(module), repr(module), tuple((name, tensor.shape) for name, tensor in module.state_dict().items()),
-                layer in self._recomputed.layers, layer in self._begins)
-        known = kind in self._verdicts
-        output = self._run_forward(layer, module, value, known=known)
-        if not known:
+        kind = (
+            type(module),
+            repr(module),
+            tuple((name, tensor.shape) for name, tensor in module.state_dict().items()),
+            layer in self._recomputed.layers,
+            layer in self._begins,
+        )
+        is_new = kind not in self._verdicts
+        output = self._run_forward(layer, module, value, check_state=is_new)
+        if is_new:
             self._verdicts[kind] = layer > 0 and self._must_be_fused(layer, module, value)
         if self._verdicts[kind]:
             self.fused.add(layer)
         return output
 
-    def _run_forward(self, layer: int, module: nn.Module, value: Value, *, known: bool) -> Value:
-        """Run a layer's forward. Raises ConfigError if it changes the layer's state."""
-        training = self._config.training
-        before = {} if known else {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        with torch.no_grad(), seeded_for_layer(training.seed, *Microbatch(0, 0, 0), layer, self._model.device), \
-                autocast_context(training, self._model.device):
+    def _run_forward(
+        self, layer: int, module: nn.Module, value: Value, *, check_state: bool
+    ) -> Value:
+        training, before = self._config.training, dict[str, Tensor]()
+        if check_state:
+            before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        with (
+            torch.no_grad(),
+            seeded_for_layer(training.seed, *Microbatch(0, 0, 0), layer, self._model.device),
+            autocast_context(training, self._model.device),
+        ):
             output = LayerCall(module)(map_tensors(value, torch.clone), self._batch)
+        # State that a forward changes would differ between workers, so it is refused.
         after = module.state_dict() if before else {}
         for name, tensor in before.items():
             if not torch.equal(tensor.nan_to_num(), after[name].nan_to_num()):
-                raise ConfigError(f"model.name is {self._config.model.name!r}: the forward of layer {layer} "
-                                  f"({type(module).__name__}) changes its {name!r}, as running statistics do; "
-                                  f"{_STATE_REMEDY}")
+                raise ConfigError(
+                    f"model.name is {self._config.model.name!r}: the forward of layer {layer} "
+                    f"({type(module).__name__}) changes its {name!r}, as running statistics do; "
+                    f"{_STATE_REMEDY}"
+                )
             after[name].copy_(tensor)
         return output
 
     def _must_be_fused(self, layer: int, module: nn.Module, value: Value) -> bool:
-        """Return whether a divided backward gives other gradients than autograd."""
-        # Raises ConfigError if they are not when the layer is computed again.
         name = f"layer {layer} ({type(module).__name__})"
+        # What autograd gives without anything of the runtime's: no recomputing, no division.
         plain = replace(self._config, training=replace(self._config.training, recompute="none"))
         expected = self._find_gradients(plain, layer, module, value, split=False)
-        differs = self._describe_difference(self._config, expected, layer, module, value, split=True)
+        differs = self._describe_difference(
+            self._config, expected, layer, module, value, split=True
+        )
         if differs is None:
             return False
-        if again := self._describe_difference(self._config, expected, layer, module, value, split=False):
-            raise ConfigError(f"training.recompute is {self._config.training.recompute!r}: {name} cannot be computed "
-                              f"again: {again}; expected a layer that changes neither its input nor its state, or "
-                              "other layers")
-        self.notes.append(f"{name} is not divided into I and W, and neither are layers that run in one op with it: "
-                          f"{differs}")
+        # An undivided backward differs, too, if the layer cannot be computed again.
+        if again := self._describe_difference(
+            self._config, expected, layer, module, value, split=False
+        ):
+            raise ConfigError(
+                f"training.recompute is {self._config.training.recompute!r}: {name} cannot be "
+                f"computed again: {again}; expected a layer that changes neither its input nor its "
+                "state, or other layers"
+            )
+        self.notes.append(
+            f"{name} is not divided into I and W, and neither are layers that run in one op with "
+            f"it: {differs}"
+        )
         return True
 
-    def _describe_difference(self, config: RunConfig, expected: _Gradients, layer: int, module: nn.Module,
-                             value: Value, *, split: bool) -> str | None:
-        """Return what is wrong with a layer's gradients, by what is expected, if anything."""
+    def _describe_difference(
+        self,
+        config: RunConfig,
+        expected: _Gradients,
+        layer: int,
+        module: nn.Module,
+        value: Value,
+        *,
+        split: bool,
+    ) -> str | None:
+        """Say how a layer's gradients differ from `expected`; None if only by rounding.
+
+        They are computed for the input `value`, by I and W if `split`, else by B. An error counts
+        as a difference.
+        """
         try:
-            differing = self._find_gradients(config, layer, module, value, split=split).differ_from(expected)
+            gradients = self._find_gradients(config, layer, module, value, split=split)
+            name = gradients.differ_from(expected)
         except Exception as error:  # the user's code may raise anything
             return f"{type(error).__name__}: {first_line(error)}"
-        return None if differing is None else f"the gradient of {differing} is not that of a plain backward"
+        return None if name is None else f"the gradient of {name} is not that of a plain backward"
 
-    def _find_gradients(self, config: RunConfig, layer: int, module: nn.Module, value: Value, *, split: bool
-                        ) -> _Gradients:
-        """Return a layer's gradients for random ones of its output, computed as workers do."""
+    def _find_gradients(
+        self, config: RunConfig, layer: int, module: nn.Module, value: Value, *, split: bool
+    ) -> _Gradients:
+        """Return the gradients of a layer that is run as workers run it."""
         layers, modules = (layer, layer + 1), {layer: module}
         if layer not in self._begins:  # as behind other layers, whose output it may change
             layers, modules = (layer - 1, layer + 1), {layer - 1: _Copier(), layer: module}
+        # As if it were not the first slice, so that the gradient of its input is computed, too.
         runner = SliceRunner(layers, modules, self._model, loss_scale=1.0, config=config)
         runner.first = False
         before = _zero_gradients(module)
         name = Microbatch(0, 0, 0)
-        output = runner.forward(name, map_tensors(value, torch.clone), self._batch[1], self._batch, split=split)
+        output = runner.forward(
+            name, map_tensors(value, torch.clone), self._batch[1], self._batch, split=split
+        )
         gradient = None if output is None else _draw_gradient(output)
         of_input = runner.backward_input(name, gradient)
         runner.backward_weight(name)
-        found = {f"parameter {name!r}": parameter.grad.clone() for name, parameter in module.named_parameters()
-                 if parameter.grad is not None and (parameter.grad is not before[name][0]
-                                                    or count_changes(parameter.grad) != before[name][1])}
+        # A gradient that is still the zeros from before has not been computed.
+        tensors = {
+            f"parameter {name!r}": parameter.grad.clone()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and not before[name].is_unchanged(parameter.grad)
+        }
         assert of_input is not None
-        found |= {f"input {index}": tensor for index, tensor in enumerate(tensors_of(of_input))}
-        return _Gradients(found, _ARITHMETIC[config.training.dtype])
+        tensors |= {f"input {index}": tensor for index, tensor in enumerate(tensors_of(of_input))}
+        return _Gradients(tensors, _ARITHMETIC[config.training.dtype])
 
 
-def _zero_gradients(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Give a layer's trained parameters zero gradients, and return these with their changes."""
+class _ZeroGradient(NamedTuple):
+    gradient: Tensor
+    changes: int
+    """Count of its changes (`count_changes`) when it was zero."""
+
+    def is_unchanged(self, gradient: Tensor) -> bool:
+        """Return whether `gradient` is the stored tensor, and is still zero."""
+        return gradient is self.gradient and count_changes(gradient) == self.changes
+
+
+def _zero_gradients(module: nn.Module) -> dict[str, _ZeroGradient]:
     gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-            gradients[name] = parameter.grad, count_changes(parameter.grad)
+            gradients[name] = _ZeroGradient(parameter.grad, count_changes(parameter.grad))
     return gradients
 
 
 class _Copier(nn.Module):
-    """Layer that passes on copies, so that the next one may write to its input."""
+    """Layer that copies its input, so that the next one may write to it."""
 
     def forward(self, value: Any) -> Value:
-        """Return a copy of the value."""
         return map_tensors(value, torch.clone)
 
 
 def _draw_gradient(output: Value) -> Value:
     generator = torch.Generator().manual_seed(0)
-    drawn = tuple(torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in tensors_of(output)
-                  if has_gradient(tensor))
+    drawn = tuple(
+        torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        for tensor in tensors_of(output)
+        if has_gradient(tensor)
+    )
     return drawn[0] if isinstance(output, Tensor) else drawn
 
 
 MAX_ELEMENTS = 2**26
-"""Elements up to which layers are built, as large ones take long. At least one is."""
+"""Largest number of elements of all layers that are built twice.
+
+At least one layer is built, however large.
+"""
 
 
-def require_repeatable_layers(model: LayeredModel, config: RunConfig,
-                              elements: Sequence[int]) -> None:
+def require_repeatable_layers(
+    model: LayeredModel, config: RunConfig, elements: Sequence[int]
+) -> None:
     """Raise ConfigError if a layer of the user's model differs when it is built again.
 
     The smallest layers are built, twice each, up to `MAX_ELEMENTS` elements together; `elements`
-    has the number of each layer. Models of this package and of libraries repeat.
+    has each layer's number of elements. Models of this package and of libraries are not tried:
+    their layers repeat.
     """
-    if config.model.hugging_face is not None or config.model.torchtitan is not None \
-            or not is_reference(config.model.name):
+    if (
+        config.model.hugging_face is not None
+        or config.model.torchtitan is not None
+        or not is_reference(config.model.name)
+    ):
         return
+    # The smallest first, so that as many as possible are tried.
     total = 0
     filled = [layer for layer, count in enumerate(elements) if count]
     for layer in sorted(filled, key=lambda layer: elements[layer]):
@@ -239,13 +325,14 @@ def require_repeatable_layers(model: LayeredModel, config: RunConfig,
             break
         if _digest_layer(model, layer, 1) != _digest_layer(model, layer, 2):
             raise ConfigError(
-                f"model.name is {config.model.name!r}: layer {layer} has other initial parameters when it "
-                "is built again; expected the same: draw them within `seeded(derive_seed(..., seed, "
-                "layer))`")
+                f"model.name is {config.model.name!r}: layer {layer} has other initial parameters "
+                "when it is built again; expected the same: draw them within "
+                "`seeded(derive_seed(..., seed, layer))`"
+            )
 
 
 def _digest_layer(model: LayeredModel, layer: int, state: int) -> str:
-    """Build a layer with generators seeded with `state`, and return its digest."""
+    # Other states of the generators show whether the layer draws from its own seed.
     with restoring_generators() as seed_generators, torch.no_grad():
         seed_generators(state)
         module = with_local_parameters(model.build(layer))

@@ -1,4 +1,4 @@
-"""Say what a run is asked for: what to train, where, and how it survives failures."""
+"""Say what a run is asked for: what to train, where, and with which failures."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from pathlib import Path
 from slipstream.runtime.checkpoints.checkpoint import Checkpoint
 from slipstream.runtime.config import RunConfig
 from slipstream.runtime.coordinator.decisions.effects import SchedulerAtSpeeds
+from slipstream.runtime.coordinator.decisions.rebalancing import Rebalancing
 from slipstream.runtime.coordinator.decisions.recoveries import Recovery
-from slipstream.runtime.coordinator.decisions.settling import Settling
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.coordinator.planning.schedule_finder import Rebalancer, Scheduler
 from slipstream.runtime.events import IterationObserver, Observer
@@ -23,19 +23,17 @@ from slipstream.runtime.protocol.setup import JOIN_TIMEOUT_SECONDS, WorkerResili
 from slipstream.schedules.schedule import Schedule, Worker
 
 STALL_TIMEOUT_SECONDS = 300.0
-"""Default for `Resilience.stall_timeout_seconds`. It is long, because one op takes seconds."""
+"""Default for `Resilience.stall_timeout_seconds`; long, because one op takes seconds."""
 Notify = Callable[[Recovery | SpeedEvent | str], None]
-"""Function that is called with a recovery, a speed event, or a problem that the run survived. `str`
-of the argument is one line for users."""
+"""Function that is called with each message for users; a `str` is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resilience(WorkerResilience):
-    """Options for how a run deals with failures: those that workers are told, and these."""
+    """Options for how a run deals with failures; those of `WorkerResilience` go to workers."""
 
     scheduler: Scheduler | None = None
-    """Function that returns the schedule for failed workers, off the event loop. None: a failure
-    ends the run."""
+    """Function that returns the schedule without failed workers; None: a failure ends the run."""
     at_speeds: SchedulerAtSpeeds | None = None
     """Function that returns the schedule at given speeds; None: slow workers are reported only."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
@@ -47,9 +45,9 @@ class Resilience(WorkerResilience):
     resume: Checkpoint | None = None
     """Checkpoint from which the run continues; None: it starts with iteration 0."""
     rebalancer: Rebalancer | None = None
-    """Planner of moved layers, needed with fewer workers than stages; None: the run then ends."""
-    settling: Settling | None = None
-    """Rules by which layers move to better schedules; None: they stay as long as possible."""
+    """Planner that moves layers; None: the run ends if workers are fewer than stages."""
+    settling: Rebalancing | None = None
+    """Rules for moving layers to better schedules; None: layers stay as long as possible."""
     injections: tuple[Injection, ...] = ()
     """Failures to inject, for rehearsals."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -59,8 +57,7 @@ class Resilience(WorkerResilience):
     returns: tuple[Return, ...] = ()
     """Workers to start again after they died."""
     faults_per_hour: int = 0
-    """Restarts of a crashing worker in an hour, twice as many for a node. 0: dead workers are not
-    started again, except for `returns`."""
+    """Restarts per hour of a crashing worker, twice as many for a node. 0: only `returns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,33 +72,31 @@ class RunOptions:
     local: LocalProcess = ONLY_PROCESS
     """Number of this launcher among those on its machine, and how many there are."""
     topology: Sequence[Collection[Worker]] = ()
-    """Workers of each machine, if the job names them; empty: nodes are consecutive workers."""
+    """Workers of each machine, from the job; empty: each node has consecutive workers."""
     secret: Secret | None = None
-    """Secret that all nodes share; None: the only node creates it."""
+    """Secret that all nodes share; None: there is one node, which creates it."""
     traced: int = 3
     """Number of last iterations whose ops are recorded in `trace.json`."""
     force: bool = False
-    """True to remove what another run has left in the folder, if anything."""
+    """True to remove the files of another run from the folder."""
     again: bool = False
-    """True to run an earlier run again that has saved neither a checkpoint nor parameters."""
+    """True to start the folder's run again, which has saved no checkpoint and no parameters."""
     grace_seconds: float = GRACE_SECONDS
     """Seconds that the run may take to end after SIGTERM or Ctrl-C, with a checkpoint."""
     notify: Notify = lambda _: None
-    """Function that is called with messages for users. Like the next two, it is called between
-    messages of workers, which wait meanwhile; `slipstream train` prints in a thread."""
+    """Function that is called with messages for users; workers wait meanwhile."""
     observe: Observer = lambda _: None
     """Function that is called with each event of the run (`runtime.events`)."""
     observe_iteration: IterationObserver | None = None
-    """Function that is called with the `Metrics` of each committed iteration. After a return to a
-    checkpoint, it is called again for those that are repeated."""
+    """Function that is called with the `Metrics` of each iteration, again if it is repeated."""
     fault_free_seconds: float | None = None
-    """Planned seconds per iteration with all workers, if the first schedule is for fewer."""
+    """Planned seconds per iteration with all workers, recorded if the first schedule has fewer."""
     tensorboard: Path | None = None
     """Folder for TensorBoard's files; None: none are written."""
     prometheus: Path | None = None
     """File for Prometheus' textfile collector; None: none is written."""
     peak_flops: float | None = None
-    """Peak operations per second of a device, if the job does not give them."""
+    """Peak operations per second of a device, used if the job does not give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,10 @@ from slipstream.schedules.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Result of a run. The files in its folder, `out`, hold the same data, and the parameters as
-    well (`runtime.checkpoints.parameters`)."""
+    """Losses, times and other results of a run, which the files in `out` hold, too."""
 
     first_iteration: int
-    """First iteration of this start: 0, or that of the checkpoint it resumed from."""
+    """Iteration with which this start began: 0, or the iteration of its checkpoint."""
     losses: tuple[float, ...]
     """Loss of each iteration from `first_iteration` on, a mean over all micro-batches."""
     parameter_digest: str
@@ -32,9 +31,9 @@ class RunResult:
     speed_events: tuple[SpeedEvent, ...]
     """Changes of workers' speeds that were detected, and what was done about each."""
     speed_periods_seconds: tuple[float | None, ...]
-    """Median longest window, in seconds, from each speed event to the next, if any."""
+    """Measured period after each of `speed_events` until the next; None without iterations."""
     notes: tuple[str, ...]
-    """Other problems that the run survived, such as checkpoints that could not be written."""
+    """Lines about problems that the run survived, such as checkpoints that were not written."""
     checkpoints: tuple[CheckpointCost, ...]
     """Costs of the checkpoints that were written during training."""
     trace: MeasuredTrace
@@ -42,14 +41,25 @@ class RunResult:
 
 
 def build_result(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
-    """Return the result of a run that has ended."""
+    """Return the result of an ended run that began with `schedule`."""
     state, log, news = events.state, events.state.log, events.news
-    return RunResult(first_iteration=log.first_iteration, losses=tuple(log.losses), trace=log.build_trace(), out=out,
-                     parameter_digest=combined_digest(log.digests),
-                     measured_period_seconds=log.measured_period_seconds(),
-                     planned_period_seconds=schedule.seconds(schedule.period_ticks),
-                     recoveries=state.recovery.recoveries, notes=tuple(news.notes),
-                     speed_events=tuple(news.speed_events), speed_periods_seconds=tuple(
-                         log.measured_period_seconds(event.iteration, end.iteration if end else None)
-                         for event, end in zip_longest(news.speed_events, news.speed_events[1:])),
-                     checkpoints=state.checkpoints.checkpoint_costs)
+    # Each change of speeds counts until the next one; the last counts to the end of the run.
+    periods = []
+    for event, following in zip_longest(news.speed_events, news.speed_events[1:]):
+        end = following.iteration if following else None
+        periods.append(log.measured_period_seconds(event.iteration, end))
+    # All else is as the decisions left it.
+    return RunResult(
+        first_iteration=log.first_iteration,
+        losses=tuple(log.losses),
+        trace=log.build_trace(),
+        out=out,
+        parameter_digest=combined_digest(log.digests),
+        measured_period_seconds=log.measured_period_seconds(),
+        planned_period_seconds=schedule.seconds(schedule.period_ticks),
+        recoveries=state.recovery.recoveries,
+        notes=tuple(news.notes),
+        speed_events=tuple(news.speed_events),
+        speed_periods_seconds=tuple(periods),
+        checkpoints=state.checkpoints.checkpoint_costs,
+    )

@@ -1,4 +1,4 @@
-"""Assign samples to the micro-batches of a schedule, equally on all workers.
+"""Assign samples to the micro-batches of a schedule by their costs, equally on all workers.
 
 Each iteration is dealt ahead. No communication is needed, because schedule, data and seed are equal
 on all workers, and `schedules.dealing` computes with integers. An iteration always has the same
@@ -34,20 +34,20 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Grid, Op, OpKind, Schedule
 
 POLL_SECONDS = 0.02
-"""Seconds after which a wait for samples checks again if the generation has ended."""
+"""Interval at which a wait for dealing checks whether the generation has ended."""
 
 CostFunction = Callable[[int], object]
-"""Function that returns the relative costs of an iteration's samples, checked when used."""
+"""Function that returns the relative costs of an iteration's samples, not checked yet."""
 
 
-def find_cost_function(data: Data, training: TrainingConfig,
-                       layers_by_stage: Sequence[LayerRange]) -> CostFunction | None:
-    """Return the function that maps an iteration to the costs of its samples.
+def find_cost_function(
+    data: Data, training: TrainingConfig, layers_by_stage: Sequence[LayerRange]
+) -> CostFunction | None:
+    """Return the function that gives the costs of an iteration's samples; None: not dealt.
 
-    These are times of F, I and W of each, relative to the mean (`schedules.dealing.Costs`). Returns
-    None if no costs are known, or samples are not dealt. The costs come from the data, or are
-    computed from the lengths of the samples' documents. `layers_by_stage` has the model's layers of
-    each stage.
+    Costs are times of F, I and W of each sample (`schedules.dealing.Costs`), from the data, or
+    computed from the lengths of documents. Samples are not dealt if no costs are known, or if
+    `deal_swaps` is 0. `layers_by_stage` has the model's layers of each stage.
     """
     if training.deal_swaps and has_costs(data):
         return data.costs  # type: ignore[attr-defined, no-any-return]
@@ -56,8 +56,12 @@ def find_cost_function(data: Data, training: TrainingConfig,
     return _cost_function_by_length(data, training.length_costs, layers_by_stage)
 
 
-def _cost_function_by_length(data: Data, known: LengthCosts, layers_by_stage: Sequence[LayerRange]) -> CostFunction:
-    coefficients = np.array([range_coefficients(known, layers) for layers in layers_by_stage])
+def _cost_function_by_length(
+    data: Data, length_costs: LengthCosts, layers_by_stage: Sequence[LayerRange]
+) -> CostFunction:
+    coefficients = np.array(
+        [range_coefficients(length_costs, layers) for layers in layers_by_stage]
+    )
 
     def costs(iteration: int) -> Costs:
         return costs_by_stage(data.lengths(iteration), coefficients)  # type: ignore[attr-defined]
@@ -66,14 +70,16 @@ def _cost_function_by_length(data: Data, known: LengthCosts, layers_by_stage: Se
 
 
 def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
-    """Return the model's layers of each stage that a micro-batch passes, in order."""
+    """Return the model's layers of each stage, in a micro-batch's order of stages."""
     return [placement.model_range(grid.layers_of(stage)) for stage in range(grid.depth)]
 
 
 def digest_costs(data: Data, training: TrainingConfig) -> str:
-    """Return a digest of all settings and data properties that decide how samples are dealt.
-    Workers that train together must have equal digests."""
-    digest = hashlib.sha256(msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs)))
+    """Return a digest of all that decides how samples are dealt, equal on all workers."""
+    digest = hashlib.sha256(
+        msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs))
+    )
+    # The costs of one iteration stand for those of all, rounded against tiny differences.
     if training.deal_swaps and has_costs(data):
         try:
             costs = np.asarray(data.costs(0), np.float64)  # type: ignore[attr-defined]
@@ -84,25 +90,37 @@ def digest_costs(data: Data, training: TrainingConfig) -> str:
 
 
 def digest_data(corpus: Data, validation: Data | None, training: TrainingConfig) -> dict[str, str]:
-    """Return digests, by name, of a run's data and of how they are dealt. `validation` is None if
-    it does not evaluate. They are part of the run's identity."""
+    """Return digests, by name, of a run's data and of how they are dealt.
+
+    `corpus` are the training data; `validation` is None if the run has no evaluations.
+    """
     digests = {"training data": corpus.digest, "sample costs": digest_costs(corpus, training)}
     if validation is not None:
         digests["validation data"] = validation.digest
-    return {name: hashlib.sha256(digest.encode()).hexdigest()[:16] for name, digest in digests.items()}
+    return {
+        name: hashlib.sha256(digest.encode()).hexdigest()[:16] for name, digest in digests.items()
+    }
 
 
-def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement) -> None:
+def check_costs(
+    data: Data, schedule: Schedule, training: TrainingConfig, placement: Placement
+) -> None:
     """Raise ConfigError if the costs or token counts of the first iteration are unusable.
 
-    Costs are checked if samples are dealt by them, token counts if `training.loss_weights` is
-    "tokens". Raises ConfigError, too, if `training.length_costs` has another number of layers than
-    the model.
+    Costs are checked if samples are dealt, token counts if `training.loss_weights` is "tokens".
+    Raises ConfigError, too, if `training.length_costs` has another number of layers than the model,
+    and DataEndedError if the data have no samples.
     """
     samples = schedule.grid.total_microbatches
-    if training.length_costs is not None and len(training.length_costs.forward) != placement.layer_count:
-        raise ConfigError(f"training.length_costs is of {len(training.length_costs.forward)} layers; the model has "
-                          f"{placement.layer_count}: `slipstream profile` measures them")
+    if (
+        training.length_costs is not None
+        and len(training.length_costs.forward) != placement.layer_count
+    ):
+        raise ConfigError(
+            f"training.length_costs is of {len(training.length_costs.forward)} layers; the model "
+            f"has {placement.layer_count}: `slipstream profile` measures them"
+        )
+    # The user's code may give wrong numbers; it is better to know before the first iteration.
     costs = find_cost_function(data, training, layers_of_stages(schedule.grid, placement))
     if costs is not None:
         try:
@@ -114,7 +132,10 @@ def check_costs(data: Data, schedule: Schedule, training: TrainingConfig, placem
 
 
 class _DealtIteration(NamedTuple):
-    """Sample of each micro-batch after dealing, and their costs, [samples, slices, 3]."""
+    """Sample that each micro-batch got by dealing, and the costs of all samples.
+
+    Costs are those of F, I and W: [samples, slices, 3].
+    """
 
     sample: list[int]
     by_slice: Costs
@@ -124,17 +145,28 @@ class DealtSamples:
     """Samples of a schedule's micro-batches, dealt by their costs.
 
     Without costs, each micro-batch is its own sample, and only the grid of the schedule is needed.
-    A thread of this object deals an iteration while the one before runs. A wait for that thread
-    calls the function `require` repeatedly, which raises an error to end the wait. The wait can
-    take many seconds if each process must first compile the code that deals.
+    A wait for dealing can take many seconds if each process must first compile the code that deals;
+    meanwhile `require` is called repeatedly, and may raise.
     """
 
-    def __init__(self, schedule: Schedule | None, grid: Grid, data: Data, training: TrainingConfig,
-                 placement: Placement, require: Callable[[], None] = lambda: None) -> None:
+    # A thread deals an iteration while the one before runs.
+
+    def __init__(
+        self,
+        schedule: Schedule | None,
+        grid: Grid,
+        data: Data,
+        training: TrainingConfig,
+        placement: Placement,
+        require: Callable[[], None] = lambda: None,
+    ) -> None:
         self._training = training
         self._require = require
-        self._names = [(pipeline, index) for pipeline, count in enumerate(grid.microbatches)
-                       for index in range(count)]
+        self._names = [
+            (pipeline, index)
+            for pipeline, count in enumerate(grid.microbatches)
+            for index in range(count)
+        ]
         self._first = list(accumulate(grid.microbatches, initial=0))
         self._schedule = schedule
         self._next_dealing: tuple[int, Future[_DealtIteration]] | None = None
@@ -142,13 +174,17 @@ class DealtSamples:
         self._costs = find_cost_function(data, training, layers_of_stages(grid, placement))
         self._pool = ThreadPoolExecutor(1, "dealing") if self._costs is not None else None
         assert self._pool is None or schedule is not None, "samples are dealt by the whole schedule"
-        self._dealer = None if self._pool is None or schedule is None else self._pool.submit(Dealer, schedule)
+        # Preparing a schedule takes time, too, so the thread does it.
+        self._dealer: Future[Dealer] | None = None
+        if self._pool is not None and schedule is not None:
+            self._dealer = self._pool.submit(Dealer, schedule)
 
     def __call__(self, name: Microbatch) -> Microbatch:
-        """Return the sample that a micro-batch gets, after waiting until samples are dealt.
+        """Return the sample that a micro-batch got by dealing; wait for dealing if necessary.
 
-        It is named by the micro-batch that would have it without dealing. Raises ConfigError if the
-        costs of the samples are unusable, and any error of `require`.
+        A sample has the name of the micro-batch that would have it without dealing. Raises
+        ConfigError if the costs are unusable, DataEndedError if the data have ended, and any error
+        of `require`.
         """
         if self._pool is None:
             return name
@@ -156,23 +192,29 @@ class DealtSamples:
 
     @property
     def is_dealing(self) -> bool:
-        """True if the costs of samples are known, so that samples are dealt."""
+        """True if costs of samples are known, so that samples are dealt."""
         return self._pool is not None
 
     def relative_duration(self, op: Op, iteration: int) -> float:
-        """Return an op's expected duration with its sample, as a multiple of the schedule's. The
-        result is 1 if the op is expected to take no time."""
+        """Return an op's expected duration with its sample, as a multiple of the schedule's.
+
+        The result is 1 if the op is expected to take no time. Waits and raises as `__call__` does.
+        """
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         assert self._schedule is not None
         sample = self._sample_number(Microbatch(iteration, op.pipeline, op.microbatch))
-        costs, times = self._get_dealt_iteration(iteration).by_slice[sample, op.slice], self._schedule.times
-        kinds = (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
-        ticks = [times.duration_ticks(kind, op.slice, op.worker) for kind in kinds]
-        taken = sum(own * float(costs[COSTS.index(kind)]) for own, kind in zip(ticks, kinds, strict=True))
-        return taken / sum(ticks) if taken > 0 else 1.0
+        costs = self._get_dealt_iteration(iteration).by_slice[sample, op.slice]
+        planned = expected = 0.0
+        # A B is both I and W.
+        for kind in (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,):
+            ticks = self._schedule.times.duration_ticks(kind, op.slice, op.worker)
+            planned += ticks
+            expected += ticks * float(costs[COSTS.index(kind)])
+        return expected / planned if expected > 0 else 1.0
 
     def _sample_number(self, name: Microbatch) -> int:
-        return self._get_dealt_iteration(name.iteration).sample[self._first[name.pipeline] + name.index]
+        dealt = self._get_dealt_iteration(name.iteration)
+        return dealt.sample[self._first[name.pipeline] + name.index]
 
     def _get_dealt_iteration(self, iteration: int) -> "_DealtIteration":
         if self._current is None or self._current[0] != iteration:
@@ -180,12 +222,17 @@ class DealtSamples:
         return self._current[1]
 
     def start_dealing(self, iteration: int) -> None:
-        """Start to assign samples to the micro-batches of an iteration in the background."""
-        if self._pool is not None and (self._next_dealing is None or self._next_dealing[0] != iteration):
+        """Start to deal the samples of an iteration, in the background."""
+        if self._pool is not None and (
+            self._next_dealing is None or self._next_dealing[0] != iteration
+        ):
             self._next_dealing = iteration, self._pool.submit(self._deal_iteration, iteration)
 
     def digest_deal(self, iteration: int) -> str:
-        """Return a digest of the dealt samples of an iteration. Empty if they are not dealt."""
+        """Return a digest of an iteration's dealt samples; empty if they are not dealt.
+
+        Waits and raises as `__call__` does.
+        """
         if self._pool is None:
             return ""
         samples = self._get_dealt_iteration(iteration).sample
@@ -204,6 +251,7 @@ class DealtSamples:
             self._require()
             wait([dealing], POLL_SECONDS)
         dealt = dealing.result()
+        # The next iteration is dealt while this one runs.
         self.start_dealing(iteration + 1)
         return dealt
 
@@ -215,25 +263,31 @@ class DealtSamples:
             dealt = dealer.deal(costs, seed=seed, swaps=self._training.deal_swaps)
         except CostError as error:
             raise ConfigError(f"the data's costs of iteration {iteration}: {error}") from None
-        return _DealtIteration([int(sample) for sample in dealt.sample], dealer.costs_by_slice(costs))
+        samples = [int(sample) for sample in dealt.sample]
+        return _DealtIteration(samples, dealer.costs_by_slice(costs))
 
 
 def work_kinds(kind: OpKind, layers: LayerRange) -> tuple[OpKind, ...]:
-    """Return which of F, I and W an op does on some layers. A B does I and W. On layers that begin
-    with layer 0, W does the whole backward, and I does no work."""
+    """Return which of F, I and W an op of kind `kind` does on `layers`."""
+    # I does no work on layers that begin with layer 0; W does the whole backward.
     if kind is OpKind.B or (kind is OpKind.W and layers[0] == 0):
         return OpKind.I, OpKind.W
     return () if kind is OpKind.I and layers[0] == 0 else (kind,)
 
 
-def op_coefficients(known: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
-    """Return the coefficients of an op's time: per sample, token, and squared document length. They
-    are in seconds, and sums over the layers of the coefficients in `known`."""
-    by_layer = [one for part in work_kinds(kind, layers) for one in known.coefficients_for(part)[slice(*layers)]]
-    a, b, c = (sum(one[index] for one in by_layer) for index in range(3))
+def op_coefficients(length_costs: LengthCosts, kind: OpKind, layers: LayerRange) -> Coefficients:
+    """Return the seconds of an op on a range of layers, as three coefficients.
+
+    The op takes the first for each sample, plus the second for each token, plus the third for each
+    squared document length. Each is the sum over the layers of those in `length_costs`.
+    """
+    a = b = c = 0.0
+    for part in work_kinds(kind, layers):
+        for by_sample, by_token, by_square in length_costs.coefficients_for(part)[slice(*layers)]:
+            a, b, c = a + by_sample, b + by_token, c + by_square
     return a, b, c
 
 
-def range_coefficients(known: LengthCosts, layers: LayerRange) -> list[Coefficients]:
-    """Return the coefficients of F, I and W on some layers, three each (`op_coefficients`)."""
-    return [op_coefficients(known, kind, layers) for kind in COSTS]
+def range_coefficients(length_costs: LengthCosts, layers: LayerRange) -> list[Coefficients]:
+    """Return the `op_coefficients` of each of F, I and W on a range of layers."""
+    return [op_coefficients(length_costs, kind, layers) for kind in COSTS]

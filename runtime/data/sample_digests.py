@@ -1,4 +1,4 @@
-"""Digest samples, to notice that processes read different ones, and check the first."""
+"""Digest samples, so that processes notice if they read different ones."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from slipstream.runtime.replay.layer_values import Form
 from slipstream.runtime.replay.microbatch import Microbatch
 
 FIRST_SAMPLES = "samples of iteration"
-"""Beginning of the first samples' name in a run's identity, before the iteration."""
+"""Name of the first samples' digest in a run's identity, without the iteration that follows."""
 
 
 def digest_sample(tensors: Sequence[Tensor]) -> str:
-    """Return a digest of a micro-batch: of the dtypes, shapes and bytes of its tensors."""
+    """Return a digest of a micro-batch: of its tensors' dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
@@ -35,21 +35,23 @@ def digest_sample(tensors: Sequence[Tensor]) -> str:
 
 
 class FirstSamples(NamedTuple):
-    """First micro-batches of a run, read once."""
+    """First micro-batch of a run, and one digest of the first few micro-batches."""
 
     first: Batch
     """First micro-batch of pipeline 0."""
     digests: dict[str, str]
-    """Digest of all of them, by its name in the run's identity."""
+    """Digest of the first few micro-batches, by its name in the run's identity."""
 
 
-def check_first_samples(data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int,
-                        form: Form) -> FirstSamples:
-    """Read the first `CHECKED_MICROBATCHES` micro-batches of an iteration, by pipeline.
+def check_first_samples(
+    data: Data, config: RunConfig, microbatches: Sequence[int], iteration: int, form: Form
+) -> FirstSamples:
+    """Return an iteration's first micro-batch, and a digest of its first few.
 
-    Raises BadSampleError if some of the user's or a library's data have another form than `form`,
-    and ConfigError if the user's own data give others when the iteration is read again: the first
-    and the last of these micro-batches are compared. Other kinds of data have one form, and repeat.
+    The few are up to `CHECKED_MICROBATCHES`, pipeline by pipeline; pipeline p has microbatches[p].
+    Raises BadSampleError if data from the user's code or a library have another form than `form`,
+    and ConfigError if the user's own data differ when the first and the last of these are read
+    again. Raises DataEndedError if the data have no samples for the iteration.
     """
     names = list(islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES))
     first: Batch = ()
@@ -58,6 +60,7 @@ def check_first_samples(data: Data, config: RunConfig, microbatches: Sequence[in
         sample = read_batch(data, name, config)
         if config.training.data is not None:
             require_form(sample, form, name)
+        # Shapes of the run's own data follow from the configuration; other code must prove them.
         first = first or sample
         digests.append(digest_sample(sample))
     if is_users_own(config.training):
@@ -65,8 +68,10 @@ def check_first_samples(data: Data, config: RunConfig, microbatches: Sequence[in
     return FirstSamples(first, {f"{FIRST_SAMPLES} {iteration}": _join_digests(digests)})
 
 
-def _require_repeatable(data: Data, config: RunConfig, first_read: Mapping[Microbatch, str]) -> None:
-    """Raise ConfigError if a micro-batch has another digest when it is read again."""
+def _require_repeatable(
+    data: Data, config: RunConfig, first_read: Mapping[Microbatch, str]
+) -> None:
+    # Otherwise the second read would return what was stored by the first.
     forget = getattr(data, "forget", None)
     if forget is not None:
         forget()
@@ -74,9 +79,10 @@ def _require_repeatable(data: Data, config: RunConfig, first_read: Mapping[Micro
         if digest_sample(read_batch(data, name, config)) != digest:
             raise ConfigError(
                 f"training.data is {config.training.data!r}: micro-batch {name.index} of pipeline "
-                f"{name.pipeline} in iteration {name.iteration} is another one when it is read again; expected "
-                "the same one at every read: draw random numbers from a generator that is seeded by its "
-                "name")
+                f"{name.pipeline} in iteration {name.iteration} is another one when it is read "
+                "again; expected the same one at every read: draw random numbers from a generator "
+                "that is seeded by its name"
+            )
 
 
 def _join_digests(digests: Iterable[str]) -> str:
@@ -84,5 +90,8 @@ def _join_digests(digests: Iterable[str]) -> str:
 
 
 def _list_names(iteration: int, microbatches: Sequence[int]) -> Iterator[Microbatch]:
-    return (Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(microbatches)
-            for index in range(count))
+    return (
+        Microbatch(iteration, pipeline, index)
+        for pipeline, count in enumerate(microbatches)
+        for index in range(count)
+    )

@@ -1,6 +1,6 @@
 """Cut tokens into samples, the same on every worker and at any time.
 
-They are read epoch by epoch: an epoch is here one pass over the tokens. A sample is `context`
+Tokens are read epoch by epoch: an epoch is here one pass over the tokens. A sample is `context`
 tokens and the one that follows; the next sample begins with that one. All samples that a run reads
 are numbered: iteration by iteration, pipeline by pipeline, micro-batch by micro-batch. The number
 determines the epoch, and the place in the epoch's order.
@@ -8,8 +8,7 @@ determines the epoch, and the place in the epoch's order.
 That order is a pseudorandom permutation that is computed and not stored: a Feistel network (Luby
 and Rackoff, 1988) over the smallest square of a power of two that has room for all numbers. A
 result that is out of range is permuted again (cycle walking: Black and Rogaway, 2002). So any
-worker finds the sample at any place in constant time and memory, and no order has to be shuffled,
-saved or sent.
+worker finds the sample at any place in constant time and memory.
 """
 
 import hashlib
@@ -29,16 +28,20 @@ from slipstream.runtime.replay.microbatch import NOTHING_READ, Microbatch, Sampl
 from slipstream.runtime.seeds import derive_seed
 
 ROUNDS = 8
-"""Rounds of the Feistel network: four suffice for a large set; small sets need more."""
+"""Rounds of the Feistel network: four suffice for many samples, but not for few."""
 Numbers = NDArray[np.uint64]
 
 
 def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
-    """Return the sample at each of the positions `places` in a pass's order. `seed` determines the
-    order of the `count` samples; each is at exactly one position."""
+    """Return the numbers of the samples at some places in an epoch's order.
+
+    `seed` determines the order of the epoch's `count` samples.
+    """
+    # Numbers of twice `half` bits are the smallest such range that has all places.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = [np.uint64(derive_seed("order", seed, round_)) for round_ in range(ROUNDS)]
     numbers, outside = places.astype(np.uint64), np.arange(len(places))
+    # Cycle walking (Black and Rogaway, 2002).
     while len(outside):
         numbers[outside] = _apply_network(numbers[outside], half, keys)
         outside = outside[numbers[outside] >= count]
@@ -46,7 +49,8 @@ def permute_places(places: Numbers, count: int, seed: int) -> Numbers:
 
 
 def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Numbers:
-    """Return numbers of twice `half` bits, permuted by a Feistel network of rounds `keys`."""
+    """Return numbers of twice `half` bits, permuted in one round for each key."""
+    # Luby and Rackoff, 1988.
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:
@@ -55,24 +59,25 @@ def _apply_network(numbers: Numbers, half: int, keys: list[np.uint64]) -> Number
 
 
 def _mix_bits(numbers: Numbers) -> Numbers:
-    """Return numbers mixed by the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
 
 
-DIGEST_BLOCKS, BLOCK_TOKENS = 64, 2**16
-"""Blocks that a digest covers, spread evenly, and tokens in one: files may be too large."""
+DIGEST_BLOCKS = 64
+"""Number of blocks that a digest covers, spread evenly, as files may be too large."""
+BLOCK_TOKENS = 2**16
 CHECKED_TOKENS = 2**25
-"""Tokens checked against the vocabulary before training; a sample is checked again when read."""
+"""Tokens compared with the vocabulary before training; others are when read."""
 
 
 class BadSampleError(ConfigError):
-    """Error in samples, on which no worker can train, and which therefore ends the run."""
+    """Error for samples on which no worker can train, so that the run ends."""
 
 
 class DataEndedError(BadSampleError):
-    """Error of data that have no samples for `iteration`, nor for any later one."""
+    """Error for data that have no samples for `iteration`, nor for any later one."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__(describe_data_end(iteration))
@@ -80,11 +85,11 @@ class DataEndedError(BadSampleError):
 
 
 class BadTokenError(BadSampleError):
-    """Error of a token that is not in the model's vocabulary."""
+    """Error for a token that is not in the model's vocabulary."""
 
 
 class TokenData:
-    """Micro-batches of mapped tokens; implements `runtime.data.data.Data`.
+    """Training data of tokens in a mapped file, in samples (`runtime.data.data.Data`).
 
     Raises ConfigError if there are too few tokens for one sample, or if a token beyond the
     vocabulary is found.
@@ -98,16 +103,28 @@ class TokenData:
     microbatches
         Number of micro-batches of each pipeline in an iteration.
     shuffle
-        Whether each pass over the tokens has an order of its own, other than the file's.
+        Whether each epoch has an order of its own, other than the file's.
     read
-        Samples that earlier runs have read, from which the count continues.
+        Number of samples that earlier runs have read, from which the count continues.
     """
 
-    def __init__(self, source: str, tokens: NDArray[Any], *, vocabulary: int, context: int,
-                 microbatches: Sequence[int], seed: int, shuffle: bool, read: SamplesRead = NOTHING_READ) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokens: NDArray[Any],
+        *,
+        vocabulary: int,
+        context: int,
+        microbatches: Sequence[int],
+        seed: int,
+        shuffle: bool,
+        read: SamplesRead = NOTHING_READ,
+    ) -> None:
         if len(tokens) <= context:
-            raise ConfigError(f"{source}, of {len(tokens)} tokens; expected at least {context + 1}, one more than "
-                              "model.context")
+            raise ConfigError(
+                f"{source}, of {len(tokens)} tokens; expected at least {context + 1}, one more "
+                "than model.context"
+            )
         self._source = source
         self._tokens = tokens
         self._vocabulary = vocabulary
@@ -116,75 +133,90 @@ class TokenData:
         self._shuffle = shuffle
         self._read = read
         self.samples = (len(tokens) - 1) // context
-        """Number of samples in one pass over the tokens."""
+        """Number of samples in one epoch."""
+        # A dtype of which all values are tokens needs no check.
         info = np.iinfo(tokens.dtype)
         self._may_be_beyond = info.max >= vocabulary or info.min < 0
         for start in self._block_starts(CHECKED_TOKENS):
-            self._require_known(start, tokens[start:start + BLOCK_TOKENS])
+            self._require_known(start, tokens[start : start + BLOCK_TOKENS])
 
     @property
     def digest(self) -> str:
         """SHA-256 of the dtype and number of the tokens, and of some blocks of tokens."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
-            hashed.update(np.ascontiguousarray(self._tokens[start:start + BLOCK_TOKENS]).data)
+            hashed.update(np.ascontiguousarray(self._tokens[start : start + BLOCK_TOKENS]).data)
         return hashed.hexdigest()
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, ...]:
         """Return a micro-batch of `batch` samples of `context` tokens, and the token after each.
 
-        Both are int64 [batch, context] on the CPU. Raises BadTokenError for a token beyond the
-        vocabulary.
+        Tokens and following tokens are int64 [batch, context] on the CPU. Raises BadTokenError if a
+        token is not in the vocabulary.
         """
-        first = self._read.count_before(microbatch.iteration, self._first[-1] * batch) \
-            + (self._first[microbatch.pipeline] + microbatch.index) * batch
+        # The micro-batch's first sample, among all that this run and earlier ones read.
+        first = self._read.count_before(microbatch.iteration, self._first[-1] * batch)
+        first += (self._first[microbatch.pipeline] + microbatch.index) * batch
         window = torch.from_numpy(self._read_rows(range(first, first + batch), context))
         return window[:, :-1], window[:, 1:]
 
     def _read_rows(self, places: range, context: int) -> NDArray[np.int64]:
-        """Return the samples at some positions of the order: int64 [samples, context + 1]."""
+        """Return the samples at `places`, counted through epochs: int64 [samples, context + 1]."""
         rows = np.empty((len(places), context + 1), np.int64)
         for row, number in enumerate(self._sample_numbers(places)):
-            sample = self._tokens[number * context:(number + 1) * context + 1]
+            sample = self._tokens[number * context : (number + 1) * context + 1]
             self._require_known(number * context, sample)
             rows[row] = sample
         return rows
 
     def _sample_numbers(self, places: range) -> list[int]:
-        """Return the number in the file of each position, counted through all passes."""
+        """Return the samples' numbers in the file, given places counted through epochs."""
         numbers: list[int] = []
         while places:
+            # A micro-batch may lie in two epochs, or in more if the text is short.
             epoch, place = divmod(places.start, self.samples)
             inside = np.arange(place, min(place + len(places), self.samples), dtype=np.uint64)
             if self._shuffle:
-                inside = permute_places(inside, self.samples, derive_seed("epoch", self._seed, epoch))
+                seed = derive_seed("epoch", self._seed, epoch)
+                inside = permute_places(inside, self.samples, seed)
             numbers += inside.tolist()
-            places = places[len(inside):]
+            places = places[len(inside) :]
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the first token of each block that a check or a digest reads."""
-        # All blocks are read if they have at most `limit` tokens together, else some of them,
-        # spread evenly, with the first and the last.
+        """Return the index of the first token of each block to read.
+
+        Blocks have `BLOCK_TOKENS` tokens. If all blocks have more than `limit` tokens together, as
+        many as it allows are chosen, spread evenly.
+        """
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
-        return [*starts] if len(starts) <= count else [end * one // (count - 1) for one in range(count)]
+        if len(starts) <= count:
+            return [*starts]
+        # Some of them, spread evenly, with the first and the last.
+        return [end * block // (count - 1) for block in range(count)]
 
     def _require_known(self, start: int, tokens: NDArray[Any]) -> None:
-        """Raise BadTokenError if a token, of those from `start` on, is not in the vocabulary."""
-        if not self._may_be_beyond or not len(tokens) or (tokens.max() < self._vocabulary and tokens.min() >= 0):
+        # The usual case takes two passes over the tokens; the place is sought only in an error.
+        if (
+            not self._may_be_beyond
+            or not len(tokens)
+            or (tokens.max() < self._vocabulary and tokens.min() >= 0)
+        ):
             return
         at = int(np.argmax((tokens >= self._vocabulary) | (tokens < 0)))
-        raise BadTokenError(f"{self._source}: token {start + at} is {tokens[at]}; expected 0 to "
-                            f"{self._vocabulary - 1}, as the model's vocabulary is {self._vocabulary}")
+        raise BadTokenError(
+            f"{self._source}: token {start + at} is {tokens[at]}; expected 0 to "
+            f"{self._vocabulary - 1}, as the model's vocabulary is {self._vocabulary}"
+        )
 
 
 class PackedBatch(NamedTuple):
-    """Micro-batch of B samples of T tokens with documents: int64 [B, T] each, on the CPU."""
+    """Micro-batch of B samples of T tokens in documents: int64 [B, T] on the CPU."""
 
     tokens: Tensor
     targets: Tensor
-    """Token that follows each token; `IGNORED_TARGET` if it is of the next document."""
+    """Token that follows each token; `IGNORED_TARGET` if that belongs to the next document."""
     position_ids: Tensor
     """Position of each token in its document, from 0."""
 
@@ -193,8 +225,9 @@ class DocumentData(TokenData):
     """Token data (`TokenData`) whose samples contain documents.
 
     Samples are cut at the same places as without documents. A document that crosses the end of a
-    sample is split there, as in Megatron-LM (--reset-attention-mask) and torchtitan, and its rest
-    counts as a document of its own.
+    sample is split there, as in Megatron-LM (--reset-attention-mask) and torchtitan; its rest
+    counts as a document of its own. Raises ConfigError as `TokenData` does, and if `document_end`
+    is not in the vocabulary.
 
     Parameters
     ----------
@@ -202,14 +235,27 @@ class DocumentData(TokenData):
         Token that ends each document.
     batch
         Number of samples in a micro-batch.
+    options
+        The other arguments of `TokenData`.
     """
 
-    def __init__(self, source: str, tokens: NDArray[Any], *, document_end: int, batch: int, vocabulary: int,
-                 context: int, **given: Any) -> None:
-        super().__init__(source, tokens, vocabulary=vocabulary, context=context, **given)
+    def __init__(
+        self,
+        source: str,
+        tokens: NDArray[Any],
+        *,
+        document_end: int,
+        batch: int,
+        vocabulary: int,
+        context: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, tokens, vocabulary=vocabulary, context=context, **options)
         if document_end >= vocabulary:
-            raise ConfigError(f"training.document_end is {document_end}; expected 0 to {vocabulary - 1}, as the "
-                              f"model's vocabulary is {vocabulary}")
+            raise ConfigError(
+                f"training.document_end is {document_end}; expected 0 to {vocabulary - 1}, as the "
+                f"model's vocabulary is {vocabulary}"
+            )
         self._end, self._batch, self._context = document_end, batch, context
 
     @property
@@ -220,18 +266,23 @@ class DocumentData(TokenData):
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> PackedBatch:
         """Return a micro-batch with targets, and with positions within documents.
 
-        No target counts if every token of the micro-batch ends a document. Raises BadTokenError for
-        a token beyond the vocabulary.
+        It has `batch` samples of `context` tokens. If every token ends a document, no target
+        counts. Raises BadTokenError.
         """
         tokens, targets = super().batch(microbatch, batch, context)
         ended = tokens == self._end
         places = torch.arange(context).expand(batch, context)
+        # A document begins after each end; the last beginning counts for all that follow.
         begins = torch.zeros_like(tokens)
         begins[:, 1:] = places[:, 1:].where(ended[:, :-1], 0)
-        return PackedBatch(tokens, targets.masked_fill(ended, IGNORED_TARGET), places - begins.cummax(1).values)
+        positions = places - begins.cummax(1).values
+        return PackedBatch(tokens, targets.masked_fill(ended, IGNORED_TARGET), positions)
 
     def lengths(self, iteration: int) -> list[list[int]]:
-        """Return the lengths, in tokens, of the documents of each micro-batch of an iteration."""
+        """Return the lengths, in tokens, of the documents of each micro-batch of an iteration.
+
+        Raises BadTokenError if a token is not in the vocabulary.
+        """
         all_lengths = []
         for ended in self._document_ends(iteration):
             ended[:, -1] = True  # the end of a sample also ends its last document
@@ -239,13 +290,15 @@ class DocumentData(TokenData):
         return all_lengths
 
     def tokens(self, iteration: int) -> list[int]:
-        """Return the tokens that count in each micro-batch's loss: all but document ends."""
+        """Return how many tokens of each micro-batch count: all but ends of documents.
+
+        Raises BadTokenError if a token is not in the vocabulary.
+        """
         return [int(ended.size - ended.sum()) for ended in self._document_ends(iteration)]
 
     def _document_ends(self, iteration: int) -> NDArray[np.bool_]:
-        """Return the mask of tokens that end a document: bool [micro-batches, B, T]."""
         count = self._first[-1] * self._batch
         first = self._read.count_before(iteration, count)
         rows = self._read_rows(range(first, first + count), self._context)
-        ended: NDArray[np.bool_] = (rows[:, :-1] == self._end).reshape(-1, self._batch, self._context)
-        return ended
+        ended: NDArray[np.bool_] = rows[:, :-1] == self._end
+        return ended.reshape(-1, self._batch, self._context)

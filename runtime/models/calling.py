@@ -1,4 +1,4 @@
-"""Call layers: arguments of a forward besides the layer before, and losses that they add."""
+"""Call layers: pass the data that they take, and collect the losses that they add."""
 
 import copy
 import inspect
@@ -20,9 +20,11 @@ from slipstream.runtime.torch_private import without_function_mode
 Batch = tuple[Tensor, ...]
 """Data of a micro-batch (`runtime.data.data.Data`), on the device that computes."""
 
+
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch moved to a device. The lengths of its documents are computed on the CPU
-    and stored, so that `document_lengths` of the copy need not wait for the device."""
+    """Return a micro-batch moved to a device."""
+    # The lengths of documents are computed on the CPU, so that nobody waits for the device for
+    # them.
     moved = map_tensors(batch, lambda tensor: tensor.to(device))
     assert isinstance(moved, tuple)
     positions, moved_positions = positions_of(batch), positions_of(moved)
@@ -32,7 +34,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def positions_of(batch: Batch | None) -> Tensor | None:
-    """Return the position of each token in its document, [B or 1, T]. None if not given."""
+    """Return tokens' positions in their documents, [B or 1, T]; None if `batch` has none."""
     return getattr(batch, "position_ids", None)
 
 
@@ -45,48 +47,63 @@ def has_batch_parameter(function: Callable[..., Any]) -> bool:
 
 
 def needs_batch(function: Callable[..., Any]) -> bool:
-    """Return whether a forward has a parameter `batch` without the default None. It then needs the
-    micro-batch's data in any case, else only if they are more than tokens and targets."""
+    """Return whether a forward has a parameter `batch` without the default None.
+
+    Such a forward always gets the micro-batch's data. With the default, it gets them only if they
+    are more than tokens and targets.
+    """
     parameters = inspect.signature(function).parameters
     return "batch" in parameters and parameters["batch"].default is not None
 
 
 class LayerCall:
-    """Callable that runs a layer, compiled if requested, with the micro-batch's data if taken."""
+    """Callable that runs a layer, compiled if requested, with the batch if it takes one."""
 
     def __init__(self, module: nn.Module, *, compiled: bool = False) -> None:
         self._module, self._compiled = module, compiled
         if compiled:
             compile_layer(module)
-        self.takes_batch, self.needs_batch = has_batch_parameter(module.forward), needs_batch(module.forward)
+        self.takes_batch = has_batch_parameter(module.forward)
+        self.needs_batch = needs_batch(module.forward)
         self._copy = _copy_layer(module) if hasattr(module, "placed") else None
-        """Copy of a layer that torch has cut, called with DTensors instead of its parameters. The
-        layer itself is never changed, so a thread that is abandoned within a call does no harm."""
+        """Copy of a layer that torch has cut, called with DTensors instead of its parameters."""
+        # The layer itself is never changed, so a thread that is abandoned within a call does no
+        # harm.
 
     def __call__(self, value: Value, batch: Batch | None) -> Value:
         """Return the layer's output for `value`, the previous layer's output or the tokens.
-        `batch`, the data of the micro-batch, may be None if the layer does not take it."""
+
+        `batch` may be None if the layer does not take it.
+        """
         more = {"batch": batch} if self.takes_batch else {}
         if self._copy is not None:
+            # `train` and `eval` are called on the layer itself.
             if self._copy.training != self._module.training:
                 self._copy.train(self._module.training)
             output = functional_call(self._copy, build_dtensors(self._module), (value,), more)
             # An asynchronous collective may still be writing it.
-            output = map_tensors(output, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone())
+            output = map_tensors(
+                output, lambda tensor: tensor if type(tensor) is Tensor else tensor.clone()
+            )
         else:
+            # Compiled code splits its backward by itself.
             with without_function_mode() if self._compiled else nullcontext():
                 output = self._module(value, **more)
         return output if isinstance(output, Tensor) else as_layer_input(output)
 
 
 def _copy_layer(module: nn.Module) -> nn.Module:
-    """Return a copy of a layer's modules that has the layer's own parameters and buffers."""
-    shared = (*module.parameters(), *module.buffers(), *(getattr(module, name) for name in ("placed", "shards")))
+    # What the copy has in common with the layer itself.
+    shared = (
+        *module.parameters(),
+        *module.buffers(),
+        *(getattr(module, name) for name in ("placed", "shards")),
+    )
     return copy.deepcopy(module, {id(item): item for item in shared})
 
 
 def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | None], Tensor]:
-    """Return a function of output, target and batch that calls `loss`, with batch if taken."""
+    """Return a function of output, target and batch that calls `loss`, with or without batch."""
     if has_batch_parameter(loss):
         return lambda output, target, batch: loss(output, target, batch=batch)
     return lambda output, target, _: loss(output, target)
@@ -95,21 +112,20 @@ def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | 
 def add_to_loss(loss: Tensor) -> None:
     """Add a scalar to the loss of the micro-batch, as routers of experts do.
 
-    To be called in a layer's forward. In the mean over an iteration's micro-batches, it has the
-    same weight as the last layer's loss, to which it is added. Nothing is added in a forward that
-    is run again, or that is not part of training.
+    To be called in a layer's forward. The scalar has the same weight as the last layer's loss.
+    Nothing is added in a forward that is run again, or that is not part of training.
     """
-    added = _ADDED.get()
-    if added is not None:
-        added.append(loss)
+    losses = _ADDED.get()
+    if losses is not None:
+        losses.append(loss)
 
 
 @contextmanager
 def collecting_losses() -> Iterator[list[Tensor]]:
-    """Yield a list that collects the losses that layers add within the context."""
-    added: list[Tensor] = []
-    before = _ADDED.set(added)
+    """Yield a list, to which layers that run within the context append losses."""
+    losses: list[Tensor] = []
+    before = _ADDED.set(losses)
     try:
-        yield added
+        yield losses
     finally:
         _ADDED.reset(before)

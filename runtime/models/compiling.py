@@ -1,8 +1,8 @@
 """Compile layers by torch.compile, with the backward in two: `[training] compile`.
 
 torch.compile makes one graph of a layer's backward, whose results all appear at the same time. So
-products with parameters are replaced by our own ops in the graph that it compiles. The backward of
-these ops computes the gradient of the input, and leaves that of the weight to W
+products with parameters are replaced by our own ops in the graph that torch compiles. The backward
+of these ops computes the gradient of the input, and leaves the gradient of the weight to W
 (`runtime.models.split_backward`). The rest of the layer is compiled as usual.
 """
 
@@ -18,13 +18,20 @@ from torch import Tensor, fx, nn
 
 from slipstream.runtime.config import ConfigError, RunConfig, may_have_extra_tensors
 from slipstream.runtime.models.hugging_face.configuration import read_config
-from slipstream.runtime.models.split_backward import PRODUCTS, ProductWork, multiply, register_deferred_op
+from slipstream.runtime.models.split_backward import (
+    PRODUCTS,
+    ProductWork,
+    multiply,
+    register_deferred_op,
+)
 from slipstream.runtime.torch_private import compile_with_inductor
 
 _OPTIONS: Mapping[str, Any] = {
     "fallback_random": True,  # dropout is the same as in uncompiled layers
     # Tensors left to W are stored outside the compiler's view, so it must not write to them.
-    "allow_buffer_reuse": False, "inplace_buffers": False}
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+}
 
 
 COMPILABLE_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -34,28 +41,38 @@ COMPILABLE_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 def require_compilable(config: RunConfig, device: torch.device) -> None:
     """Raise ConfigError if torch.compile does not support layers, data or this machine."""
     named, model = "training.compile is true, and", config.model
+    # Only tested models, and layers that do the same each time, are compiled.
     if model.torchtitan is not None:
         _require_torchtitan(config, named)
     elif model.hugging_face is None and model.name != "gpt":
-        raise ConfigError(f"{named} model.name is {model.name!r}; expected a model that comes with the package, "
-                          "as torch.compile may not support what other layers do")
+        raise ConfigError(
+            f"{named} model.name is {model.name!r}; expected a model that comes with the package, "
+            "as torch.compile may not support what other layers do"
+        )
     elif may_have_extra_tensors(config.training):
-        raise ConfigError(f"{named} document_end or user-defined data may divide attention differently each time "
-                          "(by documents); expected false, or neither of them")
+        raise ConfigError(
+            f"{named} document_end or user-defined data may divide attention differently each time "
+            "(by documents); expected false, or neither of them"
+        )
     kind = None if model.hugging_face is None else read_config(model)["model_type"]
     if kind is not None and kind not in COMPILABLE_MODELS:
-        raise ConfigError(f"{named} model.hugging_face names a {kind}, whose experts take other tokens each time; "
-                          f"expected false, or one of {', '.join(map(repr, COMPILABLE_MODELS))}")
+        raise ConfigError(
+            f"{named} model.hugging_face names a {kind}, whose experts take other tokens each "
+            f"time; expected false, or one of {', '.join(map(repr, COMPILABLE_MODELS))}"
+        )
+    # torch generates C++ for CPUs, and triton's language for GPUs.
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
-        raise ConfigError(f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
-                          "or in the variable CXX")
+        raise ConfigError(
+            f"{named} there is no C++ compiler {compiler!r}; expected one in PATH, "
+            "or in the variable CXX"
+        )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"{named} triton is not installed; install it: pip install triton")
 
 
 def _require_torchtitan(config: RunConfig, named: str) -> None:
-    """Raise ConfigError if a torchtitan model has experts, or attention that needs masks."""
+    # Imported here, as torchtitan may not be installed.
     from slipstream.runtime.models.torchtitan.specification import (
         needs_masks,
         require_no_experts,
@@ -65,12 +82,14 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
     trainer = trainer_config(config.model)
     require_no_experts(trainer, "compile, and experts take other tokens each time", "false")
     if needs_masks(trainer):
-        raise ConfigError(f"{named} attention of model.torchtitan is given masks of documents, which is untested; "
-                          "expected false, or model.options.attention = 'sdpa'")
+        raise ConfigError(
+            f"{named} attention of model.torchtitan is given masks of documents, which is "
+            "untested; expected false, or model.options.attention = 'sdpa'"
+        )
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Make further calls of a layer run compiled code, shared by its kind."""
+    """Let later calls of a layer run compiled code, which layers of its kind share."""
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True
@@ -78,11 +97,15 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs a layer's graph, compiled for inputs like the example."""
+    """Return a compiled function that runs a layer's graph on inputs like `inputs`."""
     # torch.compile calls this function as its backend.
+    # Only products with trained parameters have a weight gradient to leave to W.
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    parameters = {node for node, tensor in zip(places, inputs, strict=True)
-                  if isinstance(tensor, nn.Parameter) and tensor.requires_grad}
+    parameters = {
+        node
+        for node, tensor in zip(places, inputs, strict=True)
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    }
     for node in list(graph.graph.nodes):
         _replace_product(graph, node, parameters)
     graph.recompile()
@@ -91,55 +114,90 @@ def _compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def _replace_product(graph: fx.GraphModule, node: fx.Node, parameters: set[fx.Node]) -> None:
-    """Replace `node` by the op `product` if it multiplies by a parameter."""
-    target: Any = getattr(Tensor, node.target) if node.op == "call_method" and isinstance(node.target, str) else \
-        torch.matmul if node.target is operator.matmul else node.target
-    if node.op not in ("call_function", "call_method") or target not in PRODUCTS:
+    """Replace `node` of a graph by the op `product` if it multiplies by a parameter."""
+    if node.op not in ("call_function", "call_method"):
         return
+    # The same product may be written as a function, a method or `@`.
+    target: Any = node.target
+    if node.op == "call_method" and isinstance(target, str):
+        target = getattr(Tensor, target)
+    elif target is operator.matmul:
+        target = torch.matmul
+    if target not in PRODUCTS:
+        return
+    # The arguments are parsed as for layers that are not compiled.
     try:
         value, weight, bias, transposed = PRODUCTS[target](*node.args, **node.kwargs)
     except TypeError:  # a less usual argument (out, alpha, ...)
         return
     factor: Any = value
-    if weight not in parameters or (bias is not None and bias not in parameters) or not isinstance(factor, fx.Node):
+    if (
+        weight not in parameters
+        or (bias is not None and bias not in parameters)
+        or not isinstance(factor, fx.Node)
+    ):
         return
-    of_value, of_weight = factor.meta["example_value"], weight.meta["example_value"]  # type: ignore[attr-defined]
-    if of_weight.dim() != 2 or not of_value.requires_grad:
+    # As in an uncompiled backward, only products of a matrix whose value has a gradient count.
+    example_value: Tensor = factor.meta["example_value"]
+    example_weight: Tensor = weight.meta["example_value"]  # type: ignore[attr-defined]
+    if example_weight.dim() != 2 or not example_value.requires_grad:
         return
-    kind = of_value.device.type
+    kind = example_value.device.type
     with graph.graph.inserting_before(node):
-        if torch.is_autocast_enabled(kind) and of_value.dtype != torch.float64:
+        # Autocast would not change the operands of our own op.
+        if torch.is_autocast_enabled(kind) and example_value.dtype != torch.float64:
             factor = graph.graph.call_method("to", (factor, torch.get_autocast_dtype(kind)))
         # Each product has a number of its own, so that two equal ones are not merged into one.
-        site = sum(other.target is torch.ops.slipstream.product.default for other in graph.graph.nodes)
-        ours = graph.graph.call_function(torch.ops.slipstream.product.default, (factor, weight, bias, transposed, site))
+        site = sum(
+            other.target is torch.ops.slipstream.product.default for other in graph.graph.nodes
+        )
+        ours = graph.graph.call_function(
+            torch.ops.slipstream.product.default, (factor, weight, bias, transposed, site)
+        )
         ours.meta = dict(node.meta)
     node.replace_all_uses_with(ours)
     graph.graph.erase_node(node)
 
 
 @torch.library.custom_op("slipstream::product", mutates_args=())
-def product(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the product of a value with a parameter, plus the bias.
+def product(
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    site: int,  # noqa: ARG001
+) -> Tensor:
+    """Return value @ weight^T, or value @ weight if `transposed`, plus the bias.
 
-    It has the value's dtype.
-
-    With `transposed` it is value @ weight, otherwise value @ weight^T. Calls of one graph have
-    different numbers `site`, so that the compiler does not merge equal ones.
+    The result has the value's dtype. Calls in one graph have different numbers `site`, so that the
+    compiler does not merge equal ones.
     """
-    return multiply(value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed)
+    return multiply(
+        value, weight.to(value.dtype), None if bias is None else bias.to(value.dtype), transposed
+    )
 
 
 @product.register_fake
-def _(value: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, site: int) -> Tensor:  # noqa: ARG001
+def _(
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,  # noqa: ARG001
+    transposed: bool,
+    site: int,  # noqa: ARG001
+) -> Tensor:
     return value.new_empty(*value.shape[:-1], weight.shape[1 if transposed else 0])
 
 
 @torch.library.custom_op("slipstream::product_input", mutates_args=())
-def product_input(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,  # noqa: ARG001
-                  transposed: bool, site: int) -> Tensor:  # noqa: ARG001
-    """Return the gradient of a `product` with respect to its value. The gradient of the weight is
-    left to W."""
+def product_input(
+    gradient: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,  # noqa: ARG001
+    transposed: bool,
+    site: int,  # noqa: ARG001
+) -> Tensor:
+    """Return the gradient for `value` alone, from that of `product`, with the same arguments."""
     used = weight.to(value.dtype)
     return gradient @ (used.t() if transposed else used)
 
@@ -155,16 +213,27 @@ def _save_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  #
 
 
 def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.slipstream.product_input(gradient, *ctx.saved_tensors, ctx.transposed, ctx.site), None, None, \
-        None, None
+    return (
+        torch.ops.slipstream.product_input(gradient, *ctx.saved_tensors, ctx.transposed, ctx.site),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 product.register_autograd(_product_backward, setup_context=_save_context)
 
 
-def _product_work(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None,
-                  transposed: bool, site: int  # noqa: ARG001
-                  ) -> Callable[[], None]:
+def _product_work(
+    gradient: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    site: int,  # noqa: ARG001
+) -> Callable[[], None]:
+    # The compiler must pass the parameter itself on, not a copy.
     assert isinstance(weight, nn.Parameter), "the gradient would be lost"
     return ProductWork(value, gradient, weight, bias, transposed).add_gradients
 

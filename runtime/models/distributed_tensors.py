@@ -1,7 +1,7 @@
 """Run layers whose parameters are torch's DTensors, as parallelize_module makes them.
 
 The runtime holds, reduces, steps, moves and saves this rank's local shards as plain parameters.
-While the layer is called, a DTensor is made of each. The gradients of the DTensors come back
+While the layer is called, a DTensor is made of each shard. The gradients of the DTensors come back
 sharded in the same way; gradients that are sums over ranks are summed at that time.
 """
 
@@ -17,8 +17,10 @@ Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 
 
 def with_local_parameters(module: nn.Module) -> nn.Module:
-    """Replace a layer's DTensors, in place, by their local shards as plain tensors. Returns the
-    layer. Raises ValueError if a DTensor is not cut into equal parts."""
+    """Replace a layer's DTensors in place by their local shards, and return the layer.
+
+    Raises ValueError if a DTensor is not cut into equal parts.
+    """
     placed, shards = dict[str, tuple[Any, tuple[Any, ...]]](), dict(shards_of(module))
     for name, parameter in list(module.named_parameters()):
         tensor: Any = parameter
@@ -28,33 +30,44 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
         ranks = tensor.device_mesh.size()
         for placement in tensor.placements:
             if placement.is_shard():
+                # Parts of unequal length would not be saved and moved like other shards.
                 if tensor.shape[placement.dim] % ranks:
-                    raise ValueError(f"{name} is {list(tensor.shape)}, and cut over {ranks} ranks along dimension "
-                                     f"{placement.dim}; expected equal parts")
+                    raise ValueError(
+                        f"{name} is {list(tensor.shape)}, and cut over {ranks} ranks along "
+                        f"dimension {placement.dim}; expected equal parts"
+                    )
                 shards[name] = Shard(placement.dim)
         local = tensor.detach().to_local()
         replace_tensor(module, name, nn.Parameter(local, requires_grad=tensor.requires_grad))
+    # Buffers, such as tables of positions, may be cut, too.
     for name, buffer in list(module.named_buffers()):
         tensor = buffer
         if hasattr(tensor, "placements"):
             placed[name] = tensor.device_mesh, tensor.placements
             replace_tensor(module, name, tensor.to_local())
+    # `build_dtensors` makes DTensors again by what the layer remembers.
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module
 
 
-def build_dtensors(module: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def build_dtensors(
+    module: nn.Module, parameters: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Return, by name, the DTensors with which a layer has to be called.
 
-    They are made of the local shards in `parameters`, or of the layer's own if None. The result is
-    empty for a layer whose parameters torch has not cut.
+    They are made of the shards in `parameters`, by default the layer's own. The dict is empty if
+    torch has not cut the layer.
     """
     placed: Placements = getattr(module, "placed", {})
     if not placed:
         return {}
     from torch.distributed.tensor import DTensor  # the import takes a second
 
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())} if parameters is None else parameters
-    return {name: DTensor.from_local(own[name], mesh, placements, run_check=False)
-            for name, (mesh, placements) in placed.items()}
+    shards = parameters
+    if shards is None:
+        shards = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: DTensor.from_local(shards[name], mesh, placements, run_check=False)
+        for name, (mesh, placements) in placed.items()
+    }

@@ -1,9 +1,9 @@
 """Build a GPT as a list of layers, or one rank's part of it.
 
-They are embedding, blocks, head. Between layers a rank has its part of the sequence (sequence
-parallelism), and within them its heads and its part of the MLP and of the vocabulary. The numbers,
-and the names of parameters, are those of whole layers: without a group, collectives
-(`runtime.ranks.tensor_parallel`) do nothing.
+The layers are the embedding, the blocks and the head. Between layers a rank has its part of the
+sequence (sequence parallelism), within them its heads and its part of the MLP and of the
+vocabulary. Numbers and names of parameters are the same as without ranks: without a group,
+collectives (`runtime.ranks.tensor_parallel`) do nothing.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence, C width, K width of a head, V
 vocabulary. Of R ranks, each has S = T / R tokens and N heads.
@@ -34,11 +34,12 @@ Ranks = WorkerGroup | None
 
 
 class Embedding(nn.Module):
-    """Embedding: the sum of a token's and its position's features. A rank has some rows."""
+    """Layer 0: the sum of a token's features and its position's features."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
         self.group, self.dropout = group, config.dropout
+        # With several ranks, each has some rows of both tables.
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=dtype)
         self.positions = nn.Embedding(config.context, config.width, dtype=dtype)
 
@@ -47,19 +48,21 @@ class Embedding(nn.Module):
         tokens_BTC, positions_BT = self._embed_local(tokens_BT, self.tokens), positions_of(batch)
         if positions_BT is None:
             x_BSC = sum_parts(tokens_BTC, 1, self.group)
-            x_BSC = x_BSC + self.positions.weight[:x_BSC.shape[1]]
-        else:  # the rows of these positions may be on any rank
-            x_BSC = sum_parts(tokens_BTC + self._embed_local(positions_BT, self.positions), 1, self.group)
+            x_BSC = x_BSC + self.positions.weight[: x_BSC.shape[1]]
+        else:
+            # The rows of these positions may be on any rank.
+            places_BTC = self._embed_local(positions_BT, self.positions)
+            x_BSC = sum_parts(tokens_BTC + places_BTC, 1, self.group)
         return _apply_dropout(x_BSC, self.dropout, self.group, self.training)
 
     def _embed_local(self, number_BT: Tensor, rows: nn.Embedding) -> Tensor:
-        """Embed numbers [B, T] that are this rank's, others as zeros: [B, T, C]."""
+        """Embed numbers [B, T] as features [B, T, C]; zeros for rows of other ranks."""
         if self.group is None:
             features: Tensor = rows(number_BT)
             return features
-        known = rows.weight.shape[0]
-        local_BT = number_BT - self.group.rank() * known
-        mine_BT = (local_BT >= 0) & (local_BT < known)
+        size = rows.weight.shape[0]
+        local_BT = number_BT - self.group.rank() * size
+        mine_BT = (local_BT >= 0) & (local_BT < size)
         return functional.embedding(local_BT.where(mine_BT, 0), rows.weight) * mine_BT.unsqueeze(-1)
 
 
@@ -74,34 +77,39 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, dtype=dtype)
 
     def forward(self, x_BTC: Tensor, positions_BT: Tensor | None, out_bias: Tensor) -> Tensor:
-        """Return the attention of features [B, T, C], as this rank's [B, S, C].
+        """Return the attention of features [B, T, C], for this rank's tokens: [B, S, C].
 
-        A token sees itself and the tokens before it in its document. `positions_BT` are positions
-        in documents, None if each sample is one document; `out_bias` is the bias of the last
-        product, from `for_all_ranks`.
+        A token sees itself and the tokens before it in its document. `positions_BT` is None if each
+        sample is one document. `out_bias` is the bias of the last product, after `for_all_ranks`.
         """
         qkv_BT3NK = self.qkv(x_BTC).unflatten(-1, (3, self.heads, -1))
         q_BNTK, k_BNTK, v_BNTK = qkv_BT3NK.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
-        attend: Attend = partial(functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True)
+        attend: Attend = partial(
+            functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=True
+        )
+        # A kernel on some of the heads would drop other weights than in one process.
         if self.group is not None and dropout:
             attend = self._attend_with_dropout
         y_BNTK = attend_by_document(attend, positions_BT, q_BNTK, k_BNTK, v_BNTK)
-        return _apply_row_parallel(y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group)
+        return _apply_row_parallel(
+            y_BNTK.transpose(1, 2).flatten(2), self.out, out_bias, self.group
+        )
 
     def _attend_with_dropout(self, q_BNTK: Tensor, k_BNTK: Tensor, v_BNTK: Tensor) -> Tensor:
-        """Compute attention with the same dropout of weights as in one process."""
+        """Compute attention of this rank's heads, with the same dropout as without ranks."""
         # A fused kernel cannot be used: it draws random numbers by an element's position among the
         # heads that it is given.
         scores_BNTT = q_BNTK @ k_BNTK.transpose(-1, -2) / math.sqrt(q_BNTK.shape[-1])
-        ahead_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=scores_BNTT.device).triu(1)
+        ahead_TT = torch.ones_like(scores_BNTT[0, 0], dtype=torch.bool).triu(1)
         weights_BNTT = scores_BNTT.masked_fill(ahead_TT, -math.inf).softmax(-1)
         return _apply_dropout(weights_BNTT, self.dropout, self.group, self.training) @ v_BNTK
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm and a residual connection. The norms, and the biases that
-    follow the last products of attention and MLP, act on this rank's part of the sequence."""
+    """Attention and MLP, each with a norm and a residual connection."""
+
+    # Norms, and the biases of last products, act on this rank's part of the sequence.
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -114,31 +122,45 @@ class Block(nn.Module):
 
     def forward(self, x_BSC: Tensor, batch: Batch | None = None) -> Tensor:
         """Apply attention and MLP to features [B, S, C] of this rank's tokens."""
+        # Whole on each rank: their gradients are summed over the ranks.
         norm, bias, out_bias, mlp_norm, mlp_bias, down_bias = for_all_ranks(
-            self.group, self.attention_norm.weight, self.attention_norm.bias, self.attention.out.bias,
-            self.mlp_norm.weight, self.mlp_norm.bias, self.down.bias)
-        x_BSC = x_BSC + recomputable("attention", self._run_attention, x_BSC, norm, bias, out_bias, positions_of(batch))
+            self.group,
+            self.attention_norm.weight,
+            self.attention_norm.bias,
+            self.attention.out.bias,
+            self.mlp_norm.weight,
+            self.mlp_norm.bias,
+            self.down.bias,
+        )
+        positions = positions_of(batch)
+        x_BSC = x_BSC + recomputable(
+            "attention", self._run_attention, x_BSC, norm, bias, out_bias, positions
+        )
         return x_BSC + recomputable("mlp", self._run_mlp, x_BSC, mlp_norm, mlp_bias, down_bias)
 
-    def _run_attention(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, out_bias: Tensor,
-                       positions_BT: Tensor | None) -> Tensor:
-        """Return what attention, after a norm, adds to features [B, S, C]."""
-        # The three parameters are from `for_all_ranks`; `out_bias` is the bias of the last product.
-        y_BSC: Tensor = self.attention(_apply_norm(x_BSC, self.attention_norm, norm, bias, self.group), positions_BT,
-                                       out_bias)
+    def _run_attention(
+        self,
+        x_BSC: Tensor,
+        norm: Tensor,
+        bias: Tensor,
+        out_bias: Tensor,
+        positions_BT: Tensor | None,
+    ) -> Tensor:
+        # The parameters are from `for_all_ranks`.
+        x_BTC = _apply_norm(x_BSC, self.attention_norm, norm, bias, self.group)
+        y_BSC: Tensor = self.attention(x_BTC, positions_BT, out_bias)
         return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
 
     def _run_mlp(self, x_BSC: Tensor, norm: Tensor, bias: Tensor, down_bias: Tensor) -> Tensor:
-        """Return what the MLP, after a norm, adds to features [B, S, C]."""
-        # The three parameters are from `for_all_ranks`; `down_bias` is the bias of the last
-        # product.
-        y_BTC = functional.gelu(self.up(_apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)))
-        return _apply_dropout(_apply_row_parallel(y_BTC, self.down, down_bias, self.group), self.dropout, self.group,
-                              self.training)
+        # The parameters are from `for_all_ranks`.
+        x_BTC = _apply_norm(x_BSC, self.mlp_norm, norm, bias, self.group)
+        hidden = functional.gelu(self.up(x_BTC))
+        y_BSC = _apply_row_parallel(hidden, self.down, down_bias, self.group)
+        return _apply_dropout(y_BSC, self.dropout, self.group, self.training)
 
 
 class Head(nn.Module):
-    """Norm and projection to the logits of the next token. A rank has a part of these."""
+    """Last layer: norm, and projection to the logits of the next token."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, group: Ranks) -> None:
         super().__init__()
@@ -153,25 +175,31 @@ class Head(nn.Module):
         return logits_BTV
 
 
-_ROWS, _COLUMNS, _QKV = Shard(0), Shard(1), Shard(0, blocks=3)
+_ROWS = Shard(0)
+_COLUMNS = Shard(1)
+_QKV = Shard(0, blocks=3)
 _SHARDS: Mapping[type[nn.Module], Shards] = {
     Embedding: {"tokens.weight": _ROWS, "positions.weight": _ROWS},
-    Block: {"attention.qkv.weight": _QKV, "attention.qkv.bias": _QKV, "attention.out.weight": _COLUMNS,
-            "up.weight": _ROWS, "up.bias": _ROWS, "down.weight": _COLUMNS},
-    Head: {"logits.weight": _ROWS}}
+    Block: {
+        "attention.qkv.weight": _QKV,
+        "attention.qkv.bias": _QKV,
+        "attention.out.weight": _COLUMNS,
+        "up.weight": _ROWS,
+        "up.bias": _ROWS,
+        "down.weight": _COLUMNS,
+    },
+    Head: {"logits.weight": _ROWS},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GPT:
-    """GPT as a `LayeredModel`: layer 0 is the embedding, the last one the head. Each block between
-    them (attention and MLP) is a layer."""
+    """GPT as a `LayeredModel`: embedding, blocks, head."""
 
     config: ModelConfig
     seed: int
     dtype: torch.dtype
-    """Dtype of the parameters."""
     device: torch.device
-    """Device on which layers run."""
     group: Ranks = None
     """Ranks over which layers are cut; None if a worker is one process."""
 
@@ -181,10 +209,15 @@ class GPT:
         return self.config.blocks + 2
 
     def build(self, layer: int) -> nn.Module:
-        """Build a layer, or this rank's part of it. Raises IndexError if it does not exist."""
+        """Build a layer, or this rank's part. Raises IndexError if there is no such layer."""
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
-        kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
+        kind: type[Embedding | Block | Head] = Block
+        if layer == 0:
+            kind = Embedding
+        elif layer == self.layers - 1:
+            kind = Head
+        # Each rank draws the whole layer and keeps its part, so numbers do not depend on ranks.
         with seeded(derive_seed("parameters", self.seed, layer)):
             module = kind(self.config, self.dtype, self.group)
             self._initialise_weights(module)
@@ -194,15 +227,13 @@ class GPT:
         return module
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy, at least in float32. It is of logits [B, T, vocabulary /
-        ranks] and target tokens [B, T]."""
+        """Return the mean cross entropy of this rank's logits, [B, T, V / R]."""
         return cross_entropy(output, target, self.group)
 
     def _initialise_weights(self, module: nn.Module) -> None:
-        """Draw weights from a normal distribution, scaled down at the residual stream; zero
-        biases."""
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
+                # As in GPT-2, what adds to the residual stream is scaled by its depth.
                 adds = name.endswith(("attention.out.weight", "down.weight"))
                 scale = 1 / math.sqrt(2 * self.config.blocks) if adds else 1.0
                 nn.init.normal_(parameter, std=INITIAL_DEVIATION * scale)
@@ -216,13 +247,17 @@ def build_gpt(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.
     ranks = 1 if group is None else group.size()
     for name in ("heads", "context", "vocabulary"):
         if getattr(config, name) % ranks:
-            raise ConfigError(f"model.{name} is {getattr(config, name)}; expected a multiple of "
-                              f"training.tensor_parallel, {ranks}")
+            raise ConfigError(
+                f"model.{name} is {getattr(config, name)}; expected a multiple of "
+                f"training.tensor_parallel, {ranks}"
+            )
     return GPT(config, seed, dtype, device, group)
 
 
-def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a norm to this rank's part of the sequence; return the whole."""
+def _apply_norm(
+    x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor, group: Ranks
+) -> Tensor:
+    """Apply a norm to this rank's part of the sequence; return all ranks' results, joined."""
     # The weight and the bias are those of `norm`, from `for_all_ranks`.
     if group is None:
         normed: Tensor = norm(x_BSC)
@@ -231,7 +266,7 @@ def _apply_norm(x_BSC: Tensor, norm: nn.LayerNorm, weight: Tensor, bias: Tensor,
 
 
 def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: Ranks) -> Tensor:
-    """Apply a row-parallel linear layer; return this rank's tokens, [B, S, C]."""
+    """Apply a linear layer whose input is cut; return this rank's tokens, [B, S, C]."""
     # The `bias` is from `for_all_ranks`.
     if group is None:
         result: Tensor = product(x_BTC)
@@ -240,8 +275,11 @@ def _apply_row_parallel(x_BTC: Tensor, product: nn.Linear, bias: Tensor, group: 
 
 
 def _apply_dropout(x: Tensor, dropout: float, group: Ranks, training: bool) -> Tensor:
-    """Apply dropout to this rank's part as it would be in one process."""
+    """Apply dropout to this rank's part, with the same numbers as in one process."""
     if group is None or not dropout or not training:
         return functional.dropout(x, dropout, training)
-    whole = torch.Size(size * group.size() if dim == 1 else size for dim, size in enumerate(x.shape))
-    return x * part_of(functional.dropout(torch.ones(whole, dtype=x.dtype, device=x.device), dropout), 1, group)
+    # Each rank draws the numbers of the whole, and uses those of its part.
+    shape = list(x.shape)
+    shape[1] *= group.size()
+    factors = functional.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), dropout)
+    return x * part_of(factors, 1, group)

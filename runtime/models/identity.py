@@ -1,10 +1,9 @@
 """Build the identity of a run in this process: configuration, user code, data, libraries.
 
-The user's own code is known by digests of its sources, by which processes notice that they have
-imported different code. The sources are found as Python's import finds them, without importing
-anything: the modules that the job file names, and what these import in turn. Libraries are left
-out, since their versions say what they are. Code that is imported by a name which is computed at
-run time is not found.
+Digests of the user's sources reveal that processes have imported different code. The sources are
+found as Python's import finds them, without importing anything: the modules that the job file
+names, and what these import in turn. Of libraries only the versions are compared. Code imported by
+a name that is computed is not found.
 """
 
 import ast
@@ -31,13 +30,17 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def digest_sources(references: Iterable[str]) -> dict[str, str]:
-    """Return the digest of each user module that `module:attribute` references need, by name."""
+    """Return a digest of each user module that `references` need, by the module's name.
+
+    References are `module:attribute`. User modules that these modules import are included.
+    """
     digests: dict[str, str] = {}
-    named = {reference.partition(":")[0] for reference in references}
-    if named:
+    modules = {reference.partition(":")[0] for reference in references}
+    if modules:
         search_working_directory()
-    tops = {name.partition(".")[0] for name in named} - {_OWN_PACKAGE}
-    pending = sorted(named)
+    tops = {name.partition(".")[0] for name in modules} - {_OWN_PACKAGE}
+    pending = sorted(modules)
+    # What a module imports is pending, too, unless it has been found before.
     while pending:
         name = pending.pop()
         for spec in _find_specs(name):
@@ -51,8 +54,8 @@ def digest_sources(references: Iterable[str]) -> dict[str, str]:
 
 
 def _find_specs(name: str) -> Iterator[ModuleSpec]:
-    """Yield the specs of a module's parents and its own, as far as found."""
     parts, path = name.split("."), None
+    # Import runs the packages around a module, too, so their sources count.
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), path)
         if spec is None and path is None:
@@ -64,7 +67,7 @@ def _find_specs(name: str) -> Iterator[ModuleSpec]:
 
 
 def _find_installed(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that is on no path, such as an editable one."""
+    """Return the spec of a module outside sys.path, as in editable installs; or None."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a module without a spec
@@ -72,21 +75,22 @@ def _find_installed(name: str) -> ModuleSpec | None:
 
 
 def _find_source(spec: ModuleSpec) -> Path | None:
-    """Return the file that a module is loaded from; None for a package without one."""
     source = None if spec.origin is None else Path(spec.origin)
     return source if source is not None and source.is_file() else None
 
 
 def _is_users(name: str, source: Path, tops: Iterable[str]) -> bool:
-    """Return whether a module is of the job file's packages, or outside of all libraries."""
+    """Return whether a module lies in a package of `tops`, or in no library."""
+    # `tops` are packages that the job file names: the user's, wherever they are.
     top = name.partition(".")[0]
-    return top in tops or (top != _OWN_PACKAGE and not any(
-        source.resolve().is_relative_to(folder) for folder in _list_library_folders()))
+    return top in tops or (
+        top != _OWN_PACKAGE
+        and not any(source.resolve().is_relative_to(folder) for folder in _list_library_folders())
+    )
 
 
 @functools.cache
 def _list_library_folders() -> Sequence[Path]:
-    """Return the folders of Python's library and of installed packages."""
     paths = sysconfig.get_paths()
     folders = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
@@ -96,7 +100,6 @@ def _list_library_folders() -> Sequence[Path]:
 
 
 def _list_imports(spec: ModuleSpec, content: bytes) -> list[str]:
-    """Return the names that a module's source imports, anywhere in it; none for compiled code."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
@@ -109,6 +112,7 @@ def _list_imports(spec: ModuleSpec, content: bytes) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parent = _resolve_parent(node, package)
+            # The name may be a module, or something in one; both are tried.
             names += [f"{parent}.{alias.name}" for alias in node.names]
     return names
 
@@ -118,62 +122,80 @@ def _resolve_parent(node: ast.ImportFrom, package: str) -> str:
     if not node.level:
         return node.module or ""
     parts = package.split(".")
-    parts = parts[:len(parts) - node.level + 1]
+    # One dot is the package itself; each further dot is one package up.
+    parts = parts[: len(parts) - node.level + 1]
     return ".".join([*parts, node.module] if node.module else parts)
 
 
 _NOT_IN_NUMBERS = frozenset({"recompute", "peak_flops"})
 """Keys of [training] that change no number: activations are the same, if computed again."""
-_COMPARED_BY_CONTENT = frozenset({
-    "text", "tokens", "tokenizer", "validation_text", "validation_tokens"})
-"""Keys of [training] that are paths. The digests of the data say what is there."""
+_COMPARED_BY_CONTENT = frozenset(
+    {"text", "tokens", "tokenizer", "validation_text", "validation_tokens"}
+)
+"""Keys of [training] that name files, whose contents are compared by digest instead."""
 _DISTRIBUTIONS = {"slipstream": "slipstream-train", "torch": "torch", "numpy": "numpy"}
-"""Name of the distribution that has each library."""
+"""Name by which pip knows each library."""
 
 
-def build_run_identity(config: RunConfig, *, data: Values, microbatches: Sequence[int],
-                       columns: Sequence[Sequence[int]]) -> RunIdentity:
-    """Return the identity of a run in this process, from its configuration, data and grid.
+def build_run_identity(
+    config: RunConfig,
+    *,
+    data: Values,
+    microbatches: Sequence[int],
+    columns: Sequence[Sequence[int]],
+) -> RunIdentity:
+    """Return the identity of a run, from its configuration, data and grid.
 
     `data` has digests by name, `microbatches` the number of micro-batches of each pipeline, and
-    `columns` the model's layers in each column.
+    `columns` the layers that the workers of each column hold. Raises ConfigError if the config.json
+    of `[model] hugging_face` cannot be read.
     """
     model: dict[str, Any] = msgspec.to_builtins(config.model)
     training: dict[str, Any] = msgspec.to_builtins(config.training)
+    # The content of config.json counts, not where it is.
     if config.model.hugging_face is not None:
         model["hugging_face"] = read_config(config.model)
+    # Nodes may differ in what changes no number, and in paths.
     for key in _NOT_IN_NUMBERS | _COMPARED_BY_CONTENT:
         training.pop(key, None)
     return RunIdentity(
-        model=_encode_values(model), training=_encode_values(training),
-        code=digest_sources(_list_references(config)), data=data,
+        model=_encode_values(model),
+        training=_encode_values(training),
+        code=digest_sources(_list_references(config)),
+        data=data,
         grid=_encode_values({"microbatches": microbatches, "columns": columns}),
-        libraries=_read_versions(config))
+        libraries=_read_versions(config),
+    )
 
 
 def _encode_values(table: Mapping[str, Any], prefix: str = "") -> Values:
-    """Return a table's values in JSON, by key, nested ones by `TABLE.KEY`."""
     values: Values = {}
     for key, value in table.items():
         if isinstance(value, dict):
             values |= _encode_values(value, f"{prefix}{key}.")
         else:
             text = msgspec.json.encode(value, order="sorted").decode()
-            values[f"{prefix}{key}"] = text if len(text) <= MAX_VALUE_CHARACTERS else \
-                DIGEST_PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+            # A long value is compared by digest, so that messages stay small.
+            if len(text) > MAX_VALUE_CHARACTERS:
+                text = DIGEST_PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+            values[f"{prefix}{key}"] = text
     return values
 
 
 def _list_references(config: RunConfig) -> list[str]:
-    """Return the references to the user's own code in a configuration."""
     training = config.training
-    names = (config.model.name, training.optimizer, training.learning_rate_schedule, training.data,
-             training.validation_data)
+    names = (
+        config.model.name,
+        training.optimizer,
+        training.learning_rate_schedule,
+        training.data,
+        training.validation_data,
+    )
     return [name for name in names if name is not None and is_reference(name)]
 
 
 def _read_versions(config: RunConfig) -> Values:
-    """Return the versions of the libraries that compute; builds of one count as equal."""
+    """Return the versions of the libraries that compute; builds of one version count as equal."""
     distributions = dict(_DISTRIBUTIONS)
     if config.model.hugging_face is not None:
         distributions["transformers"] = "transformers"

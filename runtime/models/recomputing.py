@@ -19,12 +19,12 @@ from slipstream.runtime.seeds import get_generator_states, with_generator_states
 
 Part = Literal["attention", "mlp"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of a layer that can be recomputed, each with the norm before it."""
+"""Parts of a layer that can be recomputed; a GPT's with the norm before it."""
 Result = TypeVar("Result")
 
 
 class RecomputeChoice(NamedTuple):
-    """Layers, and parts of all other layers, whose activations are computed again."""
+    """Whole layers to compute again, and parts to compute again in all others."""
 
     layers: frozenset[int] = frozenset()
     parts: frozenset[str] = frozenset()
@@ -32,18 +32,24 @@ class RecomputeChoice(NamedTuple):
 
 
 def parse_recompute(config: TrainingConfig, layers: int) -> RecomputeChoice:
-    """Return the layers and parts that `[training] recompute` names. Raises ConfigError if a layer
-    does not exist."""
-    named = config.recompute
-    if isinstance(named, str):
-        if named in PARTS:
-            return RecomputeChoice(parts=frozenset([named]))
-        return RecomputeChoice(frozenset(range(layers) if named == "full" else ()))
-    numbers = [item for item in named if isinstance(item, int)]
+    """Return the layers and parts that `[training] recompute` names.
+
+    Raises ConfigError if a layer does not exist.
+    """
+    choice = config.recompute
+    if isinstance(choice, str):
+        if choice in PARTS:
+            return RecomputeChoice(parts=frozenset([choice]))
+        return RecomputeChoice(frozenset(range(layers) if choice == "full" else ()))
+    # A list may mix numbers of layers and names of parts.
+    numbers = [item for item in choice if isinstance(item, int)]
     wrong = [layer for layer in numbers if layer >= layers]
     if wrong:
-        raise ConfigError(f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}")
-    return RecomputeChoice(frozenset(numbers), frozenset(item for item in named if isinstance(item, str)))
+        raise ConfigError(
+            f"training.recompute names layer {wrong[0]}; the model has layers 0 to {layers - 1}"
+        )
+    parts = frozenset(item for item in choice if isinstance(item, str))
+    return RecomputeChoice(frozenset(numbers), parts)
 
 
 class _ActiveParts(NamedTuple):
@@ -57,8 +63,10 @@ _SEEN: ContextVar[set[str] | None] = ContextVar("parts that layers have", defaul
 
 @contextmanager
 def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[None]:
-    """Let layers that run within the context compute these parts again in the backward. Must be
-    called within `runtime.seeds.restoring_generators`."""
+    """Make the backward of layers that run within the context compute these parts again.
+
+    `device` is that of the layers. Must be called within `runtime.seeds.restoring_generators`.
+    """
     before = _CHOSEN.set(_ActiveParts(parts, device) if parts else None)
     try:
         yield
@@ -68,7 +76,7 @@ def recomputing_parts(parts: frozenset[str], device: torch.device) -> Iterator[N
 
 @contextmanager
 def collecting_parts() -> Iterator[set[str]]:
-    """Yield a set that collects the recomputable parts of layers that run within the context."""
+    """Yield a set, to which layers that run within the context add their recomputable parts."""
     seen: set[str] = set()
     before = _SEEN.set(seen)
     try:
@@ -80,20 +88,23 @@ def collecting_parts() -> Iterator[set[str]]:
 def recomputable(name: Part, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call `function`, the part `name` of a layer, and return its result.
 
-    The backward computes the activations within it again if `[training] recompute` names the part.
-    To be called in a layer's forward. The result of `function` must depend on its arguments, on
-    parameters and on torch's generators alone.
+    The backward calls `function` again if `[training] recompute` names the part. To be used in a
+    layer's forward. `function` must depend on its arguments, parameters and torch's generators
+    alone.
     """
     if torch.compiler.is_compiling():  # no part is chosen then
         return function(*args, **kwargs)
-    seen, chosen = _SEEN.get(), _CHOSEN.get()
+    seen, active = _SEEN.get(), _CHOSEN.get()
+    # The job file must not name a part that no layer has.
     if seen is not None:
         seen.add(name)
-    if chosen is None or name not in chosen.parts or not torch.is_grad_enabled():
+    if active is None or name not in active.parts or not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    device, states, again = chosen.device, get_generator_states(chosen.device), False
+    # The generators' states of now give both calls the same dropout.
+    device, states, again = active.device, get_generator_states(active.device), False
     work = weight_work()
 
+    # The second call is the recomputation: it draws the same numbers, and defers like the first.
     def run(*args: Any, **kwargs: Any) -> Result:
         nonlocal again
         if not again:

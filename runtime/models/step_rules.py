@@ -1,9 +1,9 @@
 """Step parameters by a rule of their layer, from values that the layer counts.
 
-Such a parameter is state like any other. Its "gradient" need not be a derivative: it can be the
-tokens that each expert was given (`leave_gradient`). The gradient is summed over all micro-batches
-and workers, and the parameter's steps can be undone, and are moved and saved with the layer. The
-parameter is never sharded, its gradient never scaled or counted in the norm of gradients.
+Such a parameter is state like any other: it is moved and saved with the layer, and its steps can be
+undone. Its "gradient" need not be a derivative: it can be the tokens that each expert was given
+(`leave_gradient`). This gradient is summed over all micro-batches and workers, but neither scaled
+nor counted in the norm of gradients. The parameter is never sharded.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,34 +15,41 @@ from torch import Tensor, nn
 from slipstream.runtime.config import ConfigError
 
 StepRule = Callable[[Tensor, Tensor], None]
-"""Function that changes a parameter in place by the sum of its gradients alone, in its dtype."""
+"""Function that steps a parameter in place, given it and the sum of its gradients."""
 
 
 def step_rules(module: nn.Module) -> Mapping[str, StepRule]:
-    """Return a layer's attribute `step_rules`, rules by parameter; empty if there is none."""
+    """Return a layer's attribute `step_rules`: rules by parameter's name; empty without it."""
     rules: Mapping[str, StepRule] = getattr(module, "step_rules", {})
     return rules
 
 
-def require_stepped_by_rules(layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]) -> None:
+def require_stepped_by_rules(
+    layer: int, rules: Mapping[str, StepRule], trained: Mapping[str, bool]
+) -> None:
     """Raise ConfigError unless a layer's step rules belong to trained parameters of its own.
 
-    `trained` maps the names of the layer's trained parameters to whether other layers share them.
+    `trained` says of each trained parameter whether other layers share it.
     """
     for name in rules:
         if trained.get(name) is not False:
-            what = "which other layers share" if name in trained else "which is no trained parameter of it"
-            raise ConfigError(f"step_rules of layer {layer} of the model name {name!r}, {what}; expected a trained "
-                              "parameter of its own")
+            what = "which is no trained parameter of it"
+            if name in trained:
+                what = "which other layers share"
+            raise ConfigError(
+                f"step_rules of layer {layer} of the model name {name!r}, {what}; expected a "
+                "trained parameter of its own"
+            )
 
 
 def leave_gradient(value: Tensor, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return `value`, and let each backward through it add `gradient` to the parameter's.
+    """Return `value`; each backward through it adds `gradient` to the parameter's gradient.
 
-    There is one for each micro-batch. The gradient is added as it is: the weight of the
-    micro-batch's loss does not scale it.
+    The weight of a micro-batch's loss does not scale this gradient.
     """
-    passed: Tensor = _LeaveGradient.apply(value, parameter, gradient.detach())  # type: ignore[no-untyped-call]
+    # The counts are no function of the value, so autograd must not follow them.
+    apply: Any = _LeaveGradient.apply
+    passed: Tensor = apply(value, parameter, gradient.detach())
     return passed
 
 

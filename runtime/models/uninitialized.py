@@ -1,5 +1,7 @@
-"""Build layers to be filled with received or stored state, without initial values. Their parameters
-have arbitrary values. Buffers are computed as usual, since a state may lack some."""
+"""Build layers to be filled with received or stored state, without initial values.
+
+Parameters have arbitrary values. Buffers are computed as usual, since a state may lack some.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,15 +16,13 @@ _CURRENT: ContextVar[bool] = ContextVar("unfilled", default=False)
 
 
 def is_uninitialized() -> bool:
-    """Return whether layers are being built within `building_uninitialized`. A model may then leave
-    their parameters uninitialized."""
+    """Return whether the caller runs within `building_uninitialized`."""
     return _CURRENT.get()
 
 
 @contextmanager
 def building_uninitialized() -> Iterator[None]:
-    """Let layers that are built within the context have arbitrary parameters. Calls that change a
-    parameter in place are skipped."""
+    """Let layers that are built within the context have arbitrary parameters."""
     before = _CURRENT.set(True)
     try:
         with _SkipInPlaceMode():
@@ -32,21 +32,35 @@ def building_uninitialized() -> Iterator[None]:
 
 
 def move_uninitialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move an uninitialized layer to a device, without the values of its parameters."""
+    """Move a layer to a device; its parameters get arbitrary values there."""
     for parameter in module.parameters():
         if parameter.device != device:
+            # Nothing is copied, as the values do not count.
             parameter.data = torch.empty_like(parameter, device=device)
     return module.to(device)
 
 
 class _SkipInPlaceMode(TorchFunctionMode):
-    """Mode that skips in-place changes of parameters: drawing billions of numbers takes seconds."""
+    """Mode that skips changes of parameters in place, as initialization makes them."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    # Drawing billions of numbers takes seconds.
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         target = args[0] if args else kwargs.get("tensor")
-        if isinstance(target, nn.Parameter) and name.endswith("_") and not name.endswith(("__", "requires_grad_")):
+        # Functions in place end with an underscore; special methods, and `requires_grad_`, still
+        # run.
+        if (
+            isinstance(target, nn.Parameter)
+            and name.endswith("_")
+            and not name.endswith(("__", "requires_grad_"))
+        ):
             return target
         return func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Encode messages between workers when layers move: a JSON header, then safetensors.
 
-The tensors come in pieces of some MB. The header has its length before it and its tag behind it
-(`runtime.protocol.authentication`): nothing of it is used before the tag has been checked. Tensors
-have no tags, like those that are sent in training: docs/threat-model.md.
+The tensors come in pieces of some MB, called blobs. The header has its length before it and its tag
+behind it (`runtime.protocol.authentication`): nothing of it is used before the tag has been
+checked. Tensors have no tags, like those that are sent in training: docs/threat-model.md.
 
 A worker that needs layers, or parts of them, sends a `LayerRequest` to a worker that holds them,
 which answers with a `LayerPart` for each. While training continues, the sender also sends a
@@ -26,9 +26,9 @@ from slipstream.schedules.schedule import Worker
 
 MAX_HEADER_BYTES = 2**16
 MAX_BLOB_BYTES = 2**36
-"""Largest size of a blob, one piece of safetensors in a message. No tensor is larger."""
+"""Largest size of a blob, and so of a tensor, that is accepted."""
 BLOB_BYTES = 2**24
-"""Size up to which small tensors share a blob, as reading copies it."""
+"""Size up to which small tensors share a blob, because reading copies a blob."""
 _HEADER_LENGTH = struct.Struct("<I")
 _BLOB_LENGTH = struct.Struct("<Q")
 
@@ -38,11 +38,11 @@ _Elements = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class MessageError(ValueError):
-    """Error for an invalid message of a peer. The message is one line."""
+    """Error, in one line, for an invalid message of a peer."""
 
 
 class PartRange(msgspec.Struct, frozen=True, array_like=True):
-    """Elements [start, stop) of a layer."""
+    """Elements from `start` to before `stop` of a layer, in the order of its parameters."""
 
     layer: _Layer
     start: _Elements
@@ -56,43 +56,43 @@ class LayerRequest(msgspec.Struct, frozen=True, tag=True):
 
     parts: Annotated[tuple[PartRange, ...], Meta(max_length=2**16)]
     order: _Number | None = None
-    """Order whose initial state is requested, while all wait; None: all states from now on."""
+    """Order for which all workers wait. None: they train, and later steps are sent as well."""
     receiver: Worker | None = None
-    """Worker that requests the parts; None: it is not named."""
+    """Worker that requests the parts; None: unknown."""
 
 
 class LayerPart(msgspec.Struct, frozen=True, tag=True):
-    """Message with a part of a layer, in its state before an iteration's step."""
+    """Message with a part of a layer, as it is before the step of `iteration`."""
 
     part: PartRange
     iteration: _Number
 
 
 class PartStepped(msgspec.Struct, frozen=True, tag=True):
-    """Message that a part was stepped in an iteration, with the gradients of the step. A part
-    without optimizer state comes with its parameters after the step."""
+    """Message with the gradients by which a part was stepped in `iteration`.
+
+    A part without optimizer state comes with its parameters after the step instead.
+    """
 
     part: PartRange
     iteration: _Number
 
 
 class OrderBegins(msgspec.Struct, frozen=True, tag=True):
-    """Message that an order begins, with the sender at the last committed iteration."""
+    """Message that `order` begins, after the last committed iteration, `iteration`."""
 
     order: _Number
     iteration: _Number
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag=True):
-    """Message that the sender has sent everything that it had queued before."""
+    """Message that all messages which the sender had queued have been sent."""
 
 
 Message = LayerRequest | LayerPart | PartStepped | OrderBegins | UpToDate
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """Header of a message, sent before its tensors."""
-
     message: Message
     blobs: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Number of pieces of safetensors that follow, each with its length before it."""
@@ -100,22 +100,30 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Header)
-# msgspec crashes if two threads are the first to decode a type at the same moment: decode each type once, here.
-for _message in (LayerRequest((PartRange(0, 0, 0, True),)), LayerPart(PartRange(0, 0, 0, True), 0),
-                 PartStepped(PartRange(0, 0, 0, True), 0), OrderBegins(0, 0), UpToDate()):
+# msgspec crashes if two threads are the first to decode a type at the same moment, so each type is
+# decoded once here.
+for _message in (
+    LayerRequest((PartRange(0, 0, 0, True),)),
+    LayerPart(PartRange(0, 0, 0, True), 0),
+    PartStepped(PartRange(0, 0, 0, True), 0),
+    OrderBegins(0, 0),
+    UpToDate(),
+):
     _DECODER.decode(_ENCODER.encode(_Header(_message)))
 
 
-def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Tensor]
-                   | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a message in buffers: header, its tag of `tags`, tensors.
+def encode_message(
+    tags: TagSequence, message: Message, tensors: Mapping[str, Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a message in buffers: header, next tag of `tags`, tensors.
 
-    Tensors may be on any device. Buffers may be their own memory, which must not change until they
-    have been sent.
+    The tensors may be on any device. A buffer may be a tensor's own memory, which must not change
+    until it is sent.
     """
     batches = _group_tensors(tensors or {})
     header = _ENCODER.encode(_Header(message, len(batches)))
-    yield _HEADER_LENGTH.pack(len(header)) + header + tags.compute_next(hashlib.sha256(header).digest())
+    tag = tags.compute_next(hashlib.sha256(header).digest())
+    yield _HEADER_LENGTH.pack(len(header)) + header + tag
     for batch in batches:
         pieces = encode_tensors(batch)
         yield _BLOB_LENGTH.pack(sum(map(len, pieces)))
@@ -123,15 +131,21 @@ def encode_message(tags: TagSequence, message: Message, tensors: Mapping[str, Te
 
 
 def read_message(stream: BufferedIOBase, tags: TagSequence) -> tuple[Message, dict[str, Tensor]]:
-    """Read the next message with its tensors, by name, in host memory. Raises MessageError, and
-    OSError when the peer is gone."""
+    """Return the next message, and its tensors by name, in host memory.
+
+    The message must have the next one of `tags`, those of the sender's direction of the connection.
+    Raises MessageError for an invalid message, and OSError when the sender is gone.
+    """
+    # Nothing of the header is used before its length and its tag have been checked.
     (length,) = _HEADER_LENGTH.unpack(_read_exactly(stream, _HEADER_LENGTH.size))
-    header = _decode_header(_read_tagged(stream, _check_length(length, MAX_HEADER_BYTES, "a header"), tags))
+    length = _check_length(length, MAX_HEADER_BYTES, "a header")
+    header = _decode_header(_read_tagged(stream, length, tags))
     tensors: dict[str, Tensor] = {}
     for _ in range(header.blobs):
         (length,) = _BLOB_LENGTH.unpack(_read_exactly(stream, _BLOB_LENGTH.size))
+        blob = _read_exactly(stream, _check_length(length, MAX_BLOB_BYTES, "tensors"))
         try:
-            tensors |= decode_tensors(_read_exactly(stream, _check_length(length, MAX_BLOB_BYTES, "tensors")))
+            tensors |= decode_tensors(blob)
         except TensorError as error:
             raise MessageError(f"a peer sent {error}") from None
     return header.message, tensors
@@ -144,14 +158,13 @@ def _decode_header(data: bytes) -> _Header:
         raise MessageError(f"a peer sent an unreadable header: {error}") from None
 
 
-def _check_length(length: int, most: int, what: str) -> int:
-    if not 0 < length <= most:
-        raise MessageError(f"a peer sent {what} of {length} bytes; expected 1 to {most}")
+def _check_length(length: int, maximum: int, what: str) -> int:
+    if not 0 < length <= maximum:
+        raise MessageError(f"a peer sent {what} of {length} bytes; expected 1 to {maximum}")
     return length
 
 
 def _read_tagged(stream: BufferedIOBase, size: int, tags: TagSequence) -> bytes:
-    """Read `size` bytes and the tag behind them. Raises MessageError if it is wrong."""
     data = _read_exactly(stream, size)
     tag = _read_exactly(stream, TAG_BYTES)
     try:
@@ -169,12 +182,13 @@ def _read_exactly(stream: BufferedIOBase, size: int) -> bytes:
 
 
 def _group_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    # A large tensor has a blob of its own, which is sent without a copy.
     batches: list[dict[str, Tensor]] = []
-    filled = BLOB_BYTES
+    size = BLOB_BYTES
     for name, tensor in tensors.items():
-        if filled + tensor.nbytes > BLOB_BYTES:
+        if size + tensor.nbytes > BLOB_BYTES:
             batches.append({})
-            filled = 0
+            size = 0
         batches[-1][name] = tensor
-        filled += tensor.nbytes
+        size += tensor.nbytes
     return batches

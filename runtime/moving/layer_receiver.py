@@ -1,13 +1,11 @@
 """Receive layers from other workers, while all workers wait or while training continues.
 
-They come from several living workers in parallel, as parts, each with its optimizer's state. During
-training, that is the state before some step; the gradients of that step and of each later one
-follow, and the receiver makes the same steps (`runtime.moving.received_part`). Optimizers are
-elementwise, so both end with the same bits.
+Layers come from several workers in parallel, as parts with their optimizer state. During training,
+a part arrives in the state before some step; the gradients of that step and of each later one
+follow, and the receiver makes the same steps (`runtime.moving.received_part`), to the same bits.
 
 When the order begins that the layers are for, every sender sends the number of the committed
-iteration, and a receiver that was one step further undoes that step. While all workers wait, the
-senders send it right after the state.
+iteration, and a receiver that was one step further undoes that step.
 """
 
 import contextlib
@@ -49,79 +47,112 @@ Address = tuple[str, int]
 
 
 class LayerSource(NamedTuple):
-    """Address of a worker, and the parts that it is to send here."""
+    """Address of another worker's layer sender, and the parts that are requested of it."""
 
     address: Address
     parts: tuple[PartRange, ...]
 
 
 class FetchRequest(NamedTuple):
-    """Parts that a worker's process is to receive, from the processes of the same rank."""
+    """Parts that this process is to receive, from other workers' processes of its rank."""
 
     number: int
-    """Coordinator's number of a fetch during training; 0: all workers wait for it."""
+    """Number that the coordinator gave to a fetch during training; 0 if all workers wait."""
     order: int
-    """Order that begins with these layers, if all wait; else the one that trains meanwhile."""
+    """Order that trains during the fetch or, if all wait, begins after it."""
     senders: Mapping[Worker, LayerSource]
     follow: bool
-    """True if the senders train during the fetch."""
+    """True if the senders train during the fetch, so that their steps must be repeated."""
 
 
-def find_layer_sources(worker: Worker, moves: Iterable[LayerMove],
-                       addresses: Iterable[tuple[Worker, Sequence[Address]]],
-                       rank: int = 0) -> dict[Worker, LayerSource]:
-    """Return each source of moves to `worker`: its address and parts for one rank. `addresses` has
-    the addresses of all ranks of each source."""
-    by_worker, sources = dict(addresses), dict[Worker, LayerSource]()
+def find_layer_sources(
+    worker: Worker,
+    moves: Iterable[LayerMove],
+    addresses: Iterable[tuple[Worker, Sequence[Address]]],
+    rank: int = 0,
+) -> dict[Worker, LayerSource]:
+    """Return which parts `worker` has to request of which senders, by `moves`.
+
+    `addresses` has those of all ranks of each sender; the address of `rank` is returned.
+    """
+    addresses_of, parts_of = dict(addresses), dict[Worker, list[PartRange]]()
     for move in moves:
         if move.target == worker:
-            before = sources[move.source].parts if move.source in sources else ()
-            sources[move.source] = LayerSource(by_worker[move.source][rank], (
-                *before, PartRange(move.layer, move.start, move.stop, move.state)))
-    return sources
+            part = PartRange(move.layer, move.start, move.stop, move.state)
+            parts_of.setdefault(move.source, []).append(part)
+    return {
+        source: LayerSource(addresses_of[source][rank], tuple(parts))
+        for source, parts in parts_of.items()
+    }
 
 
 class ReceiverCallbacks:
-    """Callbacks from a receiver's threads, about a fetch during training, which do nothing."""
+    """Handlers of the progress of a fetch during training, called in a receiver's threads.
+
+    Those of this class do nothing.
+    """
 
     def on_part_loaded(self, iteration: int) -> None:
-        """Handle a part that has arrived, in its state before a step. An exception ends the
-        fetch."""
+        """Handle a part that came in the state before `iteration`; an exception ends the fetch."""
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
-        """Handle, once, a fetch that has all layers, and now follows its senders' steps."""
+        """Handle, once, that a fetch has all parts, and now repeats the senders' steps."""
 
     def on_fetch_failed(self, fetch: FetchRequest, reason: str, *, unreachable: bool) -> None:
-        """Handle, once, a fetch that has failed; `unreachable` if a sender was never reached."""
+        """Handle the failure of a fetch for `reason`; called once, at its first error.
+
+        `unreachable` is True if no connection to a sender could be made.
+        """
 
 
 class LayerReceiver:
-    """Receiver of the layers that one worker needs: those of an order's last `FetchRequest`.
+    """Receiver of the layers that a worker needs, in a thread for each sender.
 
     Parameters
     ----------
     module
-        Function that returns the module of a layer of which parts will come. Its values do not
-        matter.
+        Function that returns a layer, whose parts are to come; its present values do not matter.
     follow
-        Function that returns a `ReceivedPart`, which repeats the sender's steps, for a part with
-        optimizer state.
+        Function that returns the object which repeats the sender's steps on a part with optimizer
+        state.
+    device
+        Device that computes the repeated steps.
     secret
         Secret of the run, which senders must know.
+    events
+        Handlers of the progress of fetches during training; None: nothing is done.
     worker
-        This worker, by which senders name it; None: it is not named.
+        Name of this worker for senders; None: they do not need it.
     """
 
-    def __init__(self, module: GetModule, follow: CreateFollower, device: torch.device, secret: Secret,
-                 events: ReceiverCallbacks | None = None, worker: Worker | None = None) -> None:
-        self._begin = partial(_Transfer, module=module, follow=follow, device=device, secret=secret,
-                              events=events or ReceiverCallbacks(), worker=worker)
+    def __init__(
+        self,
+        module: GetModule,
+        follow: CreateFollower,
+        device: torch.device,
+        secret: Secret,
+        events: ReceiverCallbacks | None = None,
+        worker: Worker | None = None,
+    ) -> None:
+        self._begin = partial(
+            _Transfer,
+            module=module,
+            follow=follow,
+            device=device,
+            secret=secret,
+            events=events or ReceiverCallbacks(),
+            worker=worker,
+        )
         self._lock = threading.Lock()
         self._transfers: dict[tuple[int, bool], _Transfer] = {}
         """Fetches by order, and by whether senders train; one may come before its order."""
 
     def start_fetch(self, fetch: FetchRequest) -> None:
-        """Start a fetch, if it names any sender. An earlier fetch in the same order is dropped."""
+        """Start a fetch, if it has senders.
+
+        An earlier fetch of the same order is dropped, if for both or for neither the senders train
+        meanwhile (`follow`).
+        """
         key = fetch.order, fetch.follow
         with self._lock:
             if key in self._transfers:
@@ -130,27 +161,31 @@ class LayerReceiver:
                 self._transfers[key] = self._begin(fetch)
 
     def take_parts(self, order: int, fetch: int, require: Callable[[], None]) -> list[PartState]:
-        """Wait until all senders have begun an order, and return the parts fetched for it.
+        """Wait until all senders have begun `order`, and return the parts fetched for it.
 
-        They are in their state at that time: the parts of the fetch with number `fetch`, made
-        during training (0: there was none), and those fetched while all workers wait. All other
-        parts of fetches that this order ends are dropped. The function `require` is called
-        meanwhile, and may raise. Raises CommunicationError if a sender is gone.
+        These come from the fetch with number `fetch`, made during training (0: there was none), and
+        from a fetch for which all workers wait. Parts of other fetches up to this order are
+        dropped. Meanwhile `require` is called repeatedly, and may raise. Raises CommunicationError
+        if a sender is gone, or if a part or a step of it did not fit.
         """
         states: list[PartState] = []
         for transfer in self._pop_until(order):
             try:
                 # An order may have ended before the parts for which all waited in it were taken.
-                if transfer.fetch.number == fetch if transfer.fetch.follow else transfer.fetch.order == order:
+                is_wanted = transfer.fetch.order == order
+                if transfer.fetch.follow:
+                    is_wanted = transfer.fetch.number == fetch
+                if is_wanted:
                     transfer.wait_for_order(order, require)
                     states += [part.to_part_state() for part in transfer.parts.values()]
             finally:
                 transfer.close()
-        require()  # otherwise parts may be missing because they were dropped when the order ended
+        # Otherwise parts may be missing because they were dropped when the order ended.
+        require()
         return states
 
     def drop_fetches(self, order: int) -> None:
-        """Drop all parts fetched up to an order, which begins without this worker."""
+        """Drop all parts fetched up to `order`, which begins without this worker."""
         for transfer in self._pop_until(order):
             transfer.close()
 
@@ -161,19 +196,24 @@ class LayerReceiver:
         return frozenset().union(*(transfer.list_sockets() for transfer in transfers))
 
     def _pop_until(self, order: int) -> list["_Transfer"]:
-        """Remove and return the fetches that the beginning of an order ends."""
-        # They are all that were started in earlier orders, and in this order the one for which all
-        # workers wait. A fetch that was started in this order during training, for the next order,
-        # stays.
+        # A fetch that was started in this order during training, for the next order, stays.
         with self._lock:
-            return [self._transfers.pop(key) for key in sorted(self._transfers) if key < (order, True)]
+            keys = [key for key in sorted(self._transfers) if key < (order, True)]
+            return [self._transfers.pop(key) for key in keys]
 
 
 class _Transfer:
-    """Running fetch, with a thread for each sender that applies its messages."""
-
-    def __init__(self, fetch: FetchRequest, *, module: GetModule, follow: CreateFollower, device: torch.device,
-                 secret: Secret, events: ReceiverCallbacks, worker: Worker | None) -> None:
+    def __init__(
+        self,
+        fetch: FetchRequest,
+        *,
+        module: GetModule,
+        follow: CreateFollower,
+        device: torch.device,
+        secret: Secret,
+        events: ReceiverCallbacks,
+        worker: Worker | None,
+    ) -> None:
         self.fetch = fetch
         self._worker = worker
         self._secret = secret
@@ -189,13 +229,17 @@ class _Transfer:
         """Last order that each sender has begun."""
         self._broken: CommunicationError | None = None
         self._over = False
+        # A thread for each sender, so that a slow one does not hold up the others.
         for source, sender in fetch.senders.items():
-            threading.Thread(target=self._receive_from, args=(source, sender), daemon=True,
-                             name=f"layers from {source}").start()
+            threading.Thread(
+                target=self._receive_from,
+                args=(source, sender),
+                daemon=True,
+                name=f"layers from {source}",
+            ).start()
 
     def wait_for_order(self, order: int, require: Callable[[], None]) -> None:
-        """Wait until all senders have begun an order. Raises CommunicationError if one is gone. The
-        function `require` is called meanwhile, and may raise."""
+        """Wait until all senders have begun `order`. Raises CommunicationError if one is gone."""
         with self._changed:
             while any(self._orders.get(sender) != order for sender in self.fetch.senders):
                 if self._broken is not None:
@@ -218,9 +262,9 @@ class _Transfer:
             return identify_sockets(self._connections)
 
     def _receive_from(self, source: Worker, sender: LayerSource) -> None:
-        """Apply the messages of one sender until the transfer ends."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        # Whether it was ever connected tells an unreachable sender from one that died.
         connected = False
         try:
             with socket.create_connection(sender.address, CONNECT_SECONDS) as connection:
@@ -228,9 +272,14 @@ class _Transfer:
                 if not self._register_connection(connection):
                     return
                 try:
-                    request = LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order, self._worker)
-                    keys = authenticate_connection(connection, self._secret, "layers",
-                                                   lambda tags: b"".join(encode_message(tags, request)))
+                    order = None if self.fetch.follow else self.fetch.order
+                    request = LayerRequest(sender.parts, order, self._worker)
+                    keys = authenticate_connection(
+                        connection,
+                        self._secret,
+                        "layers",
+                        lambda tags: b"".join(encode_message(tags, request)),
+                    )
                     connection.settimeout(TRANSFER_TIMEOUT.total_seconds())
                     with connection.makefile("rb") as stream:
                         while not self._over:
@@ -248,7 +297,9 @@ class _Transfer:
                 self._connections.append(connection)
             return not self._over
 
-    def _apply_message(self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _apply_message(
+        self, sender: Worker, message: Message, tensors: Mapping[str, Tensor]
+    ) -> None:
         match message:
             case LayerPart():
                 self._load_part(sender, message, tensors)
@@ -262,13 +313,15 @@ class _Transfer:
                 raise MessageError("it sent a request instead of an answer")
 
     def _load_part(self, sender: Worker, message: LayerPart, tensors: Mapping[str, Tensor]) -> None:
+        # A sender is not trusted to send only what was requested, nor in the right shapes.
         name = message.part
         if name not in self.fetch.senders[sender].parts:
             raise MessageError(f"it sent a part of layer {name.layer} that was not requested")
-        part = PartState(name.layer, name.start, name.stop, tensors, name.state, message.iteration - 1)
-        module, stepped = self._module(name.layer), name.state and self.fetch.follow
+        after = message.iteration - 1
+        part = PartState(name.layer, name.start, name.stop, tensors, name.state, after)
+        module, is_stepped = self._module(name.layer), name.state and self.fetch.follow
         require_fits(module, part)
-        self.parts[name] = self._follow(part, module) if stepped else CopiedPart(part)
+        self.parts[name] = self._follow(part, module) if is_stepped else CopiedPart(part)
         if self.fetch.follow:
             self._events.on_part_loaded(message.iteration)
 
@@ -278,6 +331,7 @@ class _Transfer:
         return self.parts[name]
 
     def _return_to_committed(self, sender: Worker, begins: OrderBegins) -> None:
+        # The last step that was repeated may be one that the workers undo.
         for part in self.fetch.senders[sender].parts:
             self._find_part(sender, part).return_to(begins.iteration)
         with self._changed:
@@ -286,17 +340,18 @@ class _Transfer:
 
     def _record_up_to_date(self, sender: Worker) -> None:
         with self._changed:
-            before = len(self._up_to_date)
+            is_new = sender not in self._up_to_date
             self._up_to_date.add(sender)
-            done = before < len(self._up_to_date) == len(self.fetch.senders) and not self._over
-        if done and self.fetch.follow:
+            is_done = is_new and len(self._up_to_date) == len(self.fetch.senders) and not self._over
+        if is_done and self.fetch.follow:
             self._events.on_up_to_date(self.fetch)
 
     def _fail_transfer(self, error: CommunicationError, *, unreachable: bool) -> None:
+        # Errors after the first, or after `close`, say nothing.
         with self._changed:
-            first = self._broken is None and not self._over
+            is_first = self._broken is None and not self._over
             self._broken = self._broken or error
             self._changed.notify_all()
-        if first and self.fetch.follow:
+        if is_first and self.fetch.follow:
             print(f"order {self.fetch.order}: {error}", file=sys.stderr, flush=True)
             self._events.on_fetch_failed(self.fetch, str(error), unreachable=unreachable)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -40,15 +41,27 @@ from slipstream.runtime.protocol.authentication import (
 )
 
 TIMEOUT_SECONDS = 30.0
-"""Time after which a receiver is dropped that takes nothing: usually, milliseconds."""
+"""Time after which a receiver that takes no data is dropped; most take milliseconds."""
 IDLE_SECONDS = 600.0
 """Longest time that the thread waits for events before it checks again."""
 CHUNK_BYTES = 2**20
 """Number of bytes that are passed to a connection in one call."""
 QUEUE_STATES = 3
-"""Bound on a receiver's queue, as a multiple of the memory of the requested state."""
+"""Size above which a queue is too long, in multiples of the requested state."""
 MAX_UNKNOWN_RECEIVERS = 64
-"""Largest number of open connections without a request; then the oldest is closed."""
+"""Largest number of open connections without a request; with more, the oldest is closed."""
+
+
+class QueuedMessage(NamedTuple):
+    """Message to be sent, with its tensors by name."""
+
+    message: Message
+    tensors: Mapping[str, Tensor]
+
+
+class _SentMessage(NamedTuple):
+    message: Message
+    tensor_bytes: int
 
 
 class ReceiverConnection:
@@ -59,30 +72,32 @@ class ReceiverConnection:
         self.address = address
         self.challenge = challenge
         self.keys: ConnectionKeys | None = None
-        """Keys of the connection. None until the receiver has proved that it knows the secret."""
+        """Keys of the connection; None until the receiver has proved that it knows the secret."""
         self.request = LayerRequest(())
         self.received = bytearray()
-        """Bytes of the handshake, and then of the request, until that is complete."""
+        """Bytes read so far of the handshake, and then of the request."""
         self.asking = False
         self.answered = False
         self.closed = False
         self.full = False
-        """True from when too much data is queued until the queue is empty."""
-        self.queue: deque[tuple[Message, Mapping[str, Tensor]]] = deque()
+        """True once too much data is queued, until the queue is empty again."""
+        self.queue: deque[QueuedMessage] = deque()
         self.queued_bytes = 0
-        self.most_bytes = math.inf
+        self.max_bytes = math.inf
+        """Bytes of tensors in the queue above which it is too long."""
         self.pieces: Iterator[bytes | memoryview] = iter(())
         """Remaining pieces of the message that is being sent."""
         self.piece = memoryview(b"")
         """Unsent rest of the piece that is being sent."""
-        self.sending: tuple[Message, int] | None = None
-        """Message that is being sent, and the number of bytes of its tensors."""
+        self.sending: _SentMessage | None = None
         self.not_before = 0.0
+        """Time before which nothing more is sent, because the rate is limited."""
         self.progress = time.monotonic()
+        """Time at which the receiver last took data, or had none to take."""
 
     @property
     def is_unknown(self) -> bool:
-        """True if the connection is open and the receiver's request has not arrived."""
+        """True if the connection is open and the receiver's request has not arrived yet."""
         return not (self.asking or self.answered or self.closed)
 
     @property
@@ -92,8 +107,12 @@ class ReceiverConnection:
 
 
 class LayerServer:
-    """Server that sends layers to receivers in a thread of its own. The training thread passes it
-    the data to send; a lock protects what both use."""
+    """Server, run in a thread, that sends receivers what the training thread queues.
+
+    `seconds_per_byte` limits the rate to each receiver that is sent state in training; 0: no limit.
+    """
+
+    # A lock protects what both threads use.
 
     def __init__(self, listener: socket.socket, secret: Secret, seconds_per_byte: float) -> None:
         self._listener = listener
@@ -108,44 +127,58 @@ class LayerServer:
             endpoint.setblocking(False)
 
     def list_asking(self) -> list[ReceiverConnection]:
-        """Return the receivers whose request has not been answered."""
+        """Return the receivers whose request has arrived and is not answered yet."""
         with self._lock:
-            return [receiver for receiver in self._receivers if receiver.asking and not receiver.closed]
+            return [
+                receiver for receiver in self._receivers if receiver.asking and not receiver.closed
+            ]
 
     def list_following(self) -> list[ReceiverConnection]:
-        """Return the receivers that have been answered, and want each later step's gradients."""
+        """Return the receivers that have their state, and want the gradients of each later step."""
+        # Training asks after each step, mostly in vain: no lock is taken for that.
         if not self._receivers:
             return []
         with self._lock:
-            return [receiver for receiver in self._receivers if receiver.answered and receiver.request.order is None
-                    and not receiver.closed]
+            return [
+                receiver
+                for receiver in self._receivers
+                if receiver.answered and receiver.request.order is None and not receiver.closed
+            ]
 
     def list_sockets(self) -> list[socket.socket]:
         """Return the open sockets: those of receivers, and the pair that wakes the thread."""
         with self._lock:
-            return [self._wake_up, self._woken, *(receiver.connection for receiver in self._receivers)]
+            return [
+                self._wake_up,
+                self._woken,
+                *(receiver.connection for receiver in self._receivers),
+            ]
 
-    def send_states(self, receiver: ReceiverConnection,
-                    states: Sequence[tuple[LayerPart, Mapping[str, Tensor]]]) -> None:
-        """Queue the states that a receiver has requested; it counts as answered from then on.
-        Further messages can then be queued for it."""
+    def send_states(self, receiver: ReceiverConnection, states: Sequence[QueuedMessage]) -> None:
+        """Queue the states that a receiver has requested, and count it as answered."""
         with self._lock:
             receiver.asking, receiver.answered = False, True
-            receiver.most_bytes = QUEUE_STATES * sum(_count_bytes(state) for _, state in states)
-        for message, state in states:
-            self.queue_message(receiver, message, state)
+            state_bytes = sum(_count_bytes(state.tensors) for state in states)
+            receiver.max_bytes = QUEUE_STATES * state_bytes
+        for message, tensors in states:
+            self.queue_message(receiver, message, tensors)
 
-    def queue_message(self, receiver: ReceiverConnection, message: Message,
-                      tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Queue a message with its tensors, by name, behind all that were queued before."""
+    def queue_message(
+        self,
+        receiver: ReceiverConnection,
+        message: Message,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Queue a message and its tensors (by name) for a receiver."""
         with self._lock:
-            receiver.queue.append((message, tensors or {}))
+            receiver.queue.append(QueuedMessage(message, tensors or {}))
             receiver.queued_bytes += _count_bytes(tensors or {})
-            receiver.full = receiver.full or receiver.queued_bytes > receiver.most_bytes
+            receiver.full = receiver.full or receiver.queued_bytes > receiver.max_bytes
         self._wake_thread()
 
     def drop_receiver(self, receiver: ReceiverConnection) -> None:
         """Send nothing more to a receiver, and close its connection."""
+        # The thread closes the socket; a shutdown wakes it if it waits for this connection.
         with self._lock:
             receiver.closed = True
             receiver.queue.clear()
@@ -161,7 +194,7 @@ class LayerServer:
         self._wake_thread()
 
     def serve(self) -> None:
-        """Accept connections, read requests and send data until `close`, in the thread."""
+        """Accept connections, read requests and send data until `close`; the thread runs this."""
         with selectors.DefaultSelector() as selector, self._listener, self._wake_up, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -177,25 +210,33 @@ class LayerServer:
             self._remove_closed(selector)
 
     def _wake_thread(self) -> None:
-        with contextlib.suppress(OSError):  # if full, the thread wakes up anyway; if closed, it has ended
+        # If full, the thread wakes up anyway; if closed, it has ended.
+        with contextlib.suppress(OSError):
             self._wake_up.send(b"\0")
 
     def _register_events(self, selector: selectors.BaseSelector) -> float:
-        """Register the events to wait for; return the seconds after which to do so again."""
+        """Register the events to wait for; return the longest time, in seconds, to wait."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
-            pending, held_back = receiver.has_pending, receiver.not_before > now
+            # A receiver is watched while it asks, while data wait for it, and otherwise not.
+            pending, is_held_back = receiver.has_pending, receiver.not_before > now
+            events = selectors.EVENT_READ
             if receiver.is_unknown:
                 wait = min(wait, HELLO_SECONDS)
                 if now - receiver.progress > HELLO_SECONDS:
-                    self._refuse_receiver(receiver, f"it did not send a request within {HELLO_SECONDS:.0f} s")
-            elif pending:
-                wait = min(wait, max(receiver.not_before - now, 0) if held_back else TIMEOUT_SECONDS)
-                if not held_back and now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
-                    self.drop_receiver(receiver)
-            else:
+                    self._refuse_receiver(
+                        receiver, f"it did not send a request within {HELLO_SECONDS:.0f} s"
+                    )
+            elif not pending:
                 receiver.progress = now
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending and not held_back else 0)
+            elif is_held_back:
+                wait = min(wait, receiver.not_before - now)
+            else:
+                wait = min(wait, TIMEOUT_SECONDS)
+                if now - max(receiver.progress, receiver.not_before) > TIMEOUT_SECONDS:
+                    self.drop_receiver(receiver)
+            if pending and not is_held_back:
+                events |= selectors.EVENT_WRITE
             if selector.get_key(receiver.connection).events != events:
                 selector.modify(receiver.connection, events, receiver)
         return min(wait, IDLE_SECONDS)
@@ -205,19 +246,24 @@ class LayerServer:
             connection, (host, port, *_) = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receiver = ReceiverConnection(connection, f"{host}:{port}", Challenge(self._secret, "layers"))
+            receiver = ReceiverConnection(
+                connection, f"{host}:{port}", Challenge(self._secret, "layers")
+            )
             with self._lock:
                 self._receivers.append(receiver)
             selector.register(connection, selectors.EVENT_READ, receiver)
-            unknown = [one for one in self._receivers if one.is_unknown]
+            unknown = [receiver for receiver in self._receivers if receiver.is_unknown]
             if len(unknown) > MAX_UNKNOWN_RECEIVERS:
-                self._refuse_receiver(unknown[0], f"more than {MAX_UNKNOWN_RECEIVERS} connections sent no request")
-            connection.send(receiver.challenge.greeting)  # a new socket's buffer has room for it, and for the proof
+                self._refuse_receiver(
+                    unknown[0], f"more than {MAX_UNKNOWN_RECEIVERS} connections sent no request"
+                )
+            # A new socket's buffer has room for it, and for the proof.
+            connection.send(receiver.challenge.greeting)
 
     def _remove_closed(self, selector: selectors.BaseSelector) -> None:
         with self._lock:
-            closed = [connected for connected in self._receivers if connected.closed]
-            self._receivers = [connected for connected in self._receivers if not connected.closed]
+            closed = [receiver for receiver in self._receivers if receiver.closed]
+            self._receivers = [receiver for receiver in self._receivers if not receiver.closed]
         for receiver in closed:
             selector.unregister(receiver.connection)
             receiver.connection.close()
@@ -243,17 +289,21 @@ class LayerServer:
         self.drop_receiver(receiver)
 
     def _read_request(self, receiver: ReceiverConnection) -> None:
-        """Read some of the handshake or request, after which a peer may only close."""
+        """Read some bytes of a receiver's handshake or request."""
+        # After the request, a receiver may only close the connection.
         data = receiver.connection.recv(4096)
         if not data:
             raise ConnectionError("closed")
         if receiver.asking or receiver.answered or len(receiver.received) > MAX_HEADER_BYTES:
             raise MessageError("it sent more than one request")
         receiver.received += data
+        # The handshake comes first: until it is complete, nothing is taken for a request.
         if receiver.keys is None:
             if len(receiver.received) < HELLO_BYTES:
                 return
-            proof, receiver.keys = receiver.challenge.verify_hello(bytes(receiver.received[:HELLO_BYTES]))
+            proof, receiver.keys = receiver.challenge.verify_hello(
+                bytes(receiver.received[:HELLO_BYTES])
+            )
             receiver.connection.send(proof)
             del receiver.received[:HELLO_BYTES]
         try:
@@ -271,14 +321,20 @@ class LayerServer:
         sent = receiver.connection.send(receiver.piece[:CHUNK_BYTES])
         receiver.piece = receiver.piece[sent:]
         now = receiver.progress = time.monotonic()
-        if self._seconds_per_byte and receiver.sending and isinstance(receiver.sending[0], LayerPart) \
-                and receiver.request.order is None:
+        # Only state that is sent during training is limited; gradients must keep up.
+        if (
+            self._seconds_per_byte
+            and receiver.sending
+            and isinstance(receiver.sending.message, LayerPart)
+            and receiver.request.order is None
+        ):
             receiver.not_before = now + sent * self._seconds_per_byte
         if not receiver.piece:
             receiver.piece = memoryview(self._next_piece(receiver))
 
     def _next_piece(self, receiver: ReceiverConnection) -> bytes | memoryview:
-        """Return the next bytes to send to a receiver; empty if all has been sent."""
+        # The rest of the message that is being sent; then the next one in the queue; when that is
+        # empty, once, that the receiver is up to date; and then nothing.
         while True:
             piece = next(receiver.pieces, None)
             if piece is not None:
@@ -286,16 +342,16 @@ class LayerServer:
             with self._lock:
                 sent = receiver.sending
                 if sent is not None:
-                    receiver.queued_bytes -= sent[1]
+                    receiver.queued_bytes -= sent.tensor_bytes
                     receiver.full = receiver.full and bool(receiver.queue)
                 if receiver.queue:
-                    # Set `sending` before popping, never in between: `pending` is read without the lock.
+                    # Set before popping, never in between: `has_pending` reads without the lock.
                     message, tensors = receiver.queue[0]
-                    receiver.sending = message, _count_bytes(tensors)
+                    receiver.sending = _SentMessage(message, _count_bytes(tensors))
                     receiver.queue.popleft()
-                elif sent is not None and not isinstance(sent[0], UpToDate):
+                elif sent is not None and not isinstance(sent.message, UpToDate):
                     message, tensors = UpToDate(), {}
-                    receiver.sending = message, 0
+                    receiver.sending = _SentMessage(message, 0)
                 else:
                     receiver.sending = None
                     return b""

@@ -3,8 +3,7 @@
 Requests and reports are lines of JSON over a socket, which is the server's standard input. When the
 socket closes, because the process that started the server has ended in any way, the server kills
 all processes that it has forked, and ends. If the server was asked to hold them, it first waits a
-while for another process to take it over (`adopt_fork_server`), through a socket whose name was
-agreed on before.
+while for another process to take it over (`adopt_fork_server`).
 
 Why not the standard library's (`multiprocessing.get_context("forkserver")`, with preloading): it
 imports the user's main program again, in the server and in each process, so that a program without
@@ -48,12 +47,12 @@ from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
 from slipstream.runtime.protocol.authentication import SECRET_VARIABLE
 
 ONE_THREAD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""Environment without threads of numpy's BLAS, with which a process is not safe to fork."""
+"""Variables that keep numpy's BLAS from starting threads, which make forking unsafe."""
 SERVER_GONE = "the process that starts the workers has died"
 ADOPT_SECONDS = 5.0
-"""Time within which a fork server that waits to be adopted must answer."""
+"""Time within which a fork server must answer the launcher that takes it over."""
 KILL_SECONDS = 10.0
-"""Time within which a killed process must be gone, unless hardware holds it."""
+"""Time to wait for killed processes to be gone; those that hardware holds take longer."""
 
 
 class ForkServerError(RuntimeError):
@@ -61,55 +60,59 @@ class ForkServerError(RuntimeError):
 
 
 def build_environment(**more: str) -> dict[str, str]:
-    """Return the environment, with `more`, for a process that imports this program's modules.
-
-    PYTHONPATH is set so that the imports work. The run's secret is left out: workers get it over a
-    socket, and programs that workers start need not know it.
-    """
+    """Return this process's environment with `more`, without the run's secret, for a child."""
+    # The child must import this very copy of the program, wherever it is.
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**{key: value for key, value in os.environ.items() if key != SECRET_VARIABLE}, "PYTHONPATH": path, **more}
+    return {
+        **{key: value for key, value in os.environ.items() if key != SECRET_VARIABLE},
+        "PYTHONPATH": path,
+        **more,
+    }
 
 
 class ForkServer:
-    """Launcher's side of a fork server, which may serve several runs. It is a context manager, so
-    that no forked process outlives the block."""
+    """Connection to a new fork server; leaving its context ends the server's processes."""
 
     _process: "subprocess.Popen[bytes] | None" = None
     """Process of the server, if this process has started it."""
 
     def __init__(self) -> None:
-        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P: nothing is imported
-        # from the working directory (`runtime.object_reference` adds it if the job names code of its own).
-        # Signals that schedulers send to all processes stay blocked there; a worker unblocks SIGTERM later.
+        # A session of its own: Ctrl-C reaches the launcher only, which then ends the others. -P:
+        # nothing is imported from the working directory (`runtime.object_reference` adds it if the
+        # job names code of its own). Signals that schedulers send to all processes stay blocked
+        # there; a worker unblocks SIGTERM later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slipstream.runtime.worker.fork_server_process"], stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL, env=build_environment(**ONE_THREAD_ENVIRONMENT), start_new_session=True)
+                [sys.executable, "-P", "-m", "slipstream.runtime.worker.fork_server_process"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=build_environment(**ONE_THREAD_ENVIRONMENT),
+                start_new_session=True,
+            )
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._attach_connection(ours, f"slipstream-{secrets.token_hex(16)}")
 
     def _attach_connection(self, connection: socket.socket, name: str) -> None:
-        """Use `connection` to talk to the server, which can be adopted by `name`."""
+        """Use `connection` to talk to the server, which another launcher finds by `name`."""
         self._connection, self._name = connection, name
         self._lines = LineReader(connection.fileno())
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
         self._alive: set[str] = set()
         self.note = ""
-        """Text for the process that adopts the server. In that process, the text that it was
-        passed."""
+        """Last text set by `hold_for_adoption`, here or by the launcher before this one."""
         self.pids: dict[str, int] = {}
-        """Process id by name, for each process whose start has been reported."""
+        """Process id by name, of each live process whose start has been reported."""
 
     def hold_for_adoption(self, seconds: float, note: str) -> str | None:
         """Ask the server to keep its processes for `seconds` after this process's death.
 
-        A process that adopts them is passed the text `note`. Returns the name by which
-        `adopt_fork_server` finds the server, the same at each call, also after an adoption; None on
-        systems other than Linux. Raises ForkServerError.
+        The launcher that takes them over gets the text `note`. Returns the server's name, by which
+        `adopt_fork_server` finds it, and which never changes; None on systems other than Linux.
+        Raises ForkServerError.
         """
         if not sys.platform.startswith("linux"):
             return None
@@ -118,21 +121,19 @@ class ForkServer:
         return self._name
 
     def register_cleanup(self, target: str, path: Path | str) -> None:
-        """Register a path that `target` is to remove if this process is killed.
+        """Have the server remove `path` by `target` if this process is killed.
 
-        `target` is a `module:function`, whose errors are ignored. Raises ForkServerError if the
-        server has ended.
+        `target` is a `module:function` that is called with the path. Raises ForkServerError.
         """
         self._send_request(CleanUp(target, str(path)))
 
     def start_process(self, spec: ProcessSpec) -> None:
-        """Ask the server to start a process; its start is reported later. Raises
-        ForkServerError."""
+        """Ask the server to start a process, without waiting for it. Raises ForkServerError."""
         self._alive.add(spec.name)
         self._send_request(spec)
 
     def kill_process(self, name: str) -> None:
-        """Kill a process, even a stopped one, unless it has ended. Raises ForkServerError."""
+        """Kill the process `name`, if it is alive. Raises ForkServerError."""
         self._send_request(KillProcess(name))
 
     def is_alive(self, name: str) -> bool:
@@ -140,11 +141,7 @@ class ForkServer:
         return name in self._alive
 
     def kill_all(self) -> None:
-        """Kill all processes that are alive, and wait until they are gone.
-
-        If that takes longer than `KILL_SECONDS` and the server is a child of this process, the
-        server is killed, too, and its processes are left to the system.
-        """
+        """Kill all processes, and the server as well if some are left after `KILL_SECONDS`."""
         deadline = time.monotonic() + KILL_SECONDS
         try:
             self._send_request(KillAll())
@@ -159,16 +156,15 @@ class ForkServer:
             self.pids.clear()
 
     def list_alive(self) -> list[str]:
-        """Return the names of the processes that are alive."""
+        """Return the names of the processes whose end has not been reported, sorted."""
         return sorted(self._alive)
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector, which is readable when `poll` has something."""
+        """Return the descriptor for a selector, which is readable when `poll` has news."""
         return self._connection.fileno()
 
     def poll(self, seconds: float) -> list[ProcessEnded]:
-        """Return the processes that have ended since the last call, after waiting for one. The wait
-        lasts `seconds` at most. Raises ForkServerError if the server has ended."""
+        """Wait up to `seconds`; return the processes that have ended. Raises ForkServerError."""
         ended_processes: list[ProcessEnded] = []
         if self._selector.select(seconds):
             ended_processes = self._apply_reports(self._lines.read_lines())
@@ -177,7 +173,6 @@ class ForkServer:
         return ended_processes
 
     def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
-        """Update the known processes from reports, and return those that have ended."""
         ended = []
         for line in lines:
             news = decode_report(line)
@@ -191,6 +186,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server and all processes that it has forked."""
+        # The server kills its processes before it ends; if it does not end, it is killed itself.
         deadline = time.monotonic() + KILL_SECONDS
         with contextlib.suppress(ForkServerError):
             self._send_request(EndServer())
@@ -203,7 +199,7 @@ class ForkServer:
             self._process.wait(KILL_SECONDS)
 
     def detach(self) -> None:
-        """Leave the server and its processes to another launcher, as if this process had died."""
+        """Disconnect, and leave the server and its processes to another launcher."""
         self._selector.close()
         self._connection.close()
 
@@ -217,20 +213,23 @@ class ForkServer:
         data = msgspec.json.encode(request) + b"\n"
         try:
             while data:
-                data = data[self._connection.send(data):]
+                data = data[self._connection.send(data) :]
         except OSError:
             raise ForkServerError(SERVER_GONE) from None
 
 
 class AdoptedForkServer(ForkServer):
-    """Fork server whose starter has died, created by `adopt_fork_server`."""
+    """Connection to a fork server whose launcher has died or left it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self._attach_connection(connection, name)
+        # The server accepts a launcher only when the one before is gone: it may take a moment.
         deadline = time.monotonic() + ADOPT_SECONDS
         first_lines: list[bytes] = []
         while not first_lines:
-            if self._lines.closed or not self._selector.select(max(0.0, deadline - time.monotonic())):
+            if self._lines.closed or not self._selector.select(
+                max(0.0, deadline - time.monotonic())
+            ):
                 raise ForkServerError(SERVER_GONE)
             first_lines = self._lines.read_lines()
         news = decode_report(first_lines[0])
@@ -242,17 +241,14 @@ class AdoptedForkServer(ForkServer):
 
 
 def adopt_fork_server(name: str) -> AdoptedForkServer | None:
-    """Take over a fork server and its processes, by its name. None if it is gone.
-
-    `ForkServer.hold_for_adoption` returned the name. Both ends accept only processes of the same
-    user.
-    """
+    """Take over the fork server `name`. Return None if it is gone, or cannot be adopted here."""
     if not sys.platform.startswith("linux"):
         return None
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(ADOPT_SECONDS)
         connection.connect(f"\0{name}")
+        # Both ends accept only processes of the same user.
         if get_peer_user(connection) == os.getuid():
             connection.settimeout(None)
             return AdoptedForkServer(connection, name)

@@ -16,14 +16,14 @@ class ProcessSpec(msgspec.Struct, frozen=True, tag=True):
     name: str
     """Name that no other living process has."""
     target: str
-    """`module:function`, called with the task's bytes, which returns the exit status."""
+    """`module:function` that is called with the task, and returns the exit status."""
     task: str
     log: str
     """Path of the file for the process's standard output and error."""
     append: bool = False
     """True if the log's present content is kept."""
     imports: tuple[str, ...] = ()
-    """Modules of this program to import once for all processes, because it takes long."""
+    """Modules that the server itself imports before it forks, because they take long."""
 
 
 class KillProcess(msgspec.Struct, frozen=True, tag=True):
@@ -37,19 +37,20 @@ class KillAll(msgspec.Struct, frozen=True, tag=True):
 
 
 class HoldProcesses(msgspec.Struct, frozen=True, tag=True):
-    """Request to keep the processes alive for `seconds` if the launcher dies. The server then waits
-    for another launcher to connect to the socket `name`, and sends it the text `note`."""
+    """Request to keep the processes alive for `seconds` after the launcher's death."""
 
     name: str
+    """Name of the socket at which another launcher takes the server over."""
     seconds: float
     note: str
+    """Text for the launcher that takes over."""
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
     """Request to remove a path when the server ends without `EndServer`, as after a kill."""
 
     target: str
-    """`module:function`, called with the path; it checks that no other process uses it."""
+    """`module:function` that is called with the path, and removes it."""
     path: str
 
 
@@ -58,10 +59,12 @@ class EndServer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServerAdopted(msgspec.Struct, frozen=True, tag=True):
-    """First message to a new launcher, before a `ProcessStarted` for each living process."""
+    """First message to a launcher that takes over; a `ProcessStarted` for each process follows."""
 
     note: str
+    """Text that the launcher before left for this one."""
     alive: tuple[str, ...]
+    """Names of the processes that are alive."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +79,7 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     status: int
-    """Exit status as in subprocess: the exit code, or minus the signal."""
+    """Exit code, or minus the number of the signal that killed the process."""
 
 
 Request = ProcessSpec | KillProcess | KillAll | HoldProcesses | CleanUp | EndServer
@@ -94,8 +97,10 @@ class LineReader:
         self.closed = False
 
     def read_lines(self) -> list[bytes]:
-        """Read from the socket once; return the complete lines. Blocks unless the socket is
-        ready."""
+        """Read from the socket once, waiting if it is empty; return the lines now complete.
+
+        At the end of the connection, `closed` becomes True.
+        """
         try:
             data = os.read(self._descriptor, 65536)
         except ConnectionResetError:  # the other end has closed without reading all
@@ -106,8 +111,10 @@ class LineReader:
 
 
 def get_peer_user(connection: socket.socket) -> int:
-    """Return the user id of a Unix socket's other end (Linux)."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    """Return the user id of the process at a Unix socket's other end (Linux)."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     user: int = struct.unpack("3i", credentials)[1]
     return user
 

@@ -10,18 +10,23 @@ import msgspec
 from slipstream.runtime.errors import CoordinatorFailedError, RunError
 from slipstream.runtime.processes.fork_server import KILL_SECONDS, ForkServer, ForkServerError
 from slipstream.runtime.processes.restart_policy import CrashTimes, FaultHistory
-from slipstream.runtime.processes.worker_start import NodeSettings, WorkerSpec, format_process_name, parse_process_name
+from slipstream.runtime.processes.worker_start import (
+    NodeSettings,
+    WorkerSpec,
+    format_process_name,
+    parse_process_name,
+)
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 from slipstream.runtime.protocol.to_coordinator import WorkerEnded
 from slipstream.runtime.protocol.to_node_agent import KillWorker, StartWorker, ToNodeAgent
 from slipstream.schedules.schedule import Worker
 
 SendToAgent = Callable[[int, ToNodeAgent], None]
-"""Function that sends a message to a node's agent, if that is connected."""
+"""Function that sends a message to a node's agent, if the agent is connected."""
 
 
 class Return(msgspec.Struct, frozen=True):
-    """Restart of a worker in an iteration or, if it lives then, after its death."""
+    """Restart that the user asks for, once `iteration` has begun and the worker is dead."""
 
     worker: Worker
     iteration: int
@@ -35,15 +40,22 @@ class NodeFailure(msgspec.Struct, frozen=True):
 
 
 class NodeProcesses:
-    """Worker processes of this node.
+    """Processes of this node's workers, started and killed by its fork server.
 
-    They use the machine's `cards` GPUs in turn, beginning with number `first_card` and continuing
-    with number 0 after the last. If a worker has several processes, they live and die together.
-    When one ends, the others are killed, and the worker has ended when all of them have.
+    They use the machine's `cards` GPUs in turn, beginning with number `first_card`. The processes
+    of one worker live and die together: when one ends, the others are killed, and the worker has
+    ended when all of them have.
     """
 
-    def __init__(self, fork_server: ForkServer, coordinator: Rendezvous, workers: Sequence[Worker], cards: int,
-                 settings: NodeSettings, first_card: int = 0) -> None:
+    def __init__(
+        self,
+        fork_server: ForkServer,
+        coordinator: Rendezvous,
+        workers: Sequence[Worker],
+        cards: int,
+        settings: NodeSettings,
+        first_card: int = 0,
+    ) -> None:
         self._fork_server = fork_server
         self._coordinator = coordinator
         self._cards = cards
@@ -52,15 +64,15 @@ class NodeProcesses:
         self._settings = settings
         self._ranks = range(settings.config.training.tensor_parallel)
         self._ending: dict[Worker, WorkerEnded] = {}
-        """First end of a process of each worker of which another is still alive."""
+        """First end of a process of each worker whose other processes are still alive."""
 
     @contextmanager
     def run_workers(self, *, restarted: bool = False, found: bool = False) -> Iterator[None]:
-        """Start this node's workers, and kill all that are left at the end.
+        """Start this node's workers, and kill those that are left when the context ends.
 
-        They stay after CoordinatorFailedError: another coordinator continues with them. Raises
-        RunError. `restarted` workers are told that the run has continued without them. With
-        `found`, the workers of a continuing run are alive already, and none is started.
+        After CoordinatorFailedError they are not killed: another coordinator continues with them.
+        With `restarted`, workers are told that the run has continued without them. With `found`,
+        they are alive already, and none is started. Raises RunError if the fork server fails.
         """
         try:
             for worker in () if found else tuple(self._places):
@@ -77,23 +89,29 @@ class NodeProcesses:
         self._fork_server.kill_all()
 
     def execute_command(self, command: StartWorker | KillWorker) -> None:
-        """Start or kill the processes of a worker, as the command says. Raises ForkServerError. A
-        worker that is alive is not started."""
+        """Start the processes of a worker, or kill them. Raises ForkServerError."""
         worker = command.worker
         if isinstance(command, KillWorker):
             self._kill_worker(worker)
         elif not self._is_alive(worker):
             for rank in self._ranks:
-                self._fork_server.start_process(WorkerSpec(worker, self._coordinator, self.assign_gpu(worker, rank),
-                                                           self._settings,
-                                                           command.restarted, rank).build_process_spec())
+                self._fork_server.start_process(
+                    WorkerSpec(
+                        worker,
+                        self._coordinator,
+                        self.assign_gpu(worker, rank),
+                        self._settings,
+                        command.restarted,
+                        rank,
+                    ).build_process_spec()
+                )
 
     def list_alive(self) -> list[Worker]:
         """Return the workers that have been started and have not ended."""
         return [worker for worker in self._places if self._is_alive(worker)]
 
     def assign_gpu(self, worker: Worker, rank: int = 0) -> int | None:
-        """Return the index of the GPU for a worker's process. None if there are no GPUs."""
+        """Return the GPU's index for a worker's process; None if there are no GPUs."""
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
@@ -102,16 +120,20 @@ class NodeProcesses:
             self._fork_server.kill_process(format_process_name(worker, rank))
 
     def _is_alive(self, worker: Worker) -> bool:
-        return any(self._fork_server.is_alive(format_process_name(worker, rank)) for rank in self._ranks)
+        return any(
+            self._fork_server.is_alive(format_process_name(worker, rank)) for rank in self._ranks
+        )
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to
-        report."""
+        """Return the descriptor for a selector, which is readable when `poll` has news."""
         return self._fork_server.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, the workers of this node that have ended. Their
-        status is that of their first process to end; the rest is killed. Raises ForkServerError."""
+        """Return this node's workers that have ended since the last call, with their status.
+
+        Raises ForkServerError.
+        """
+        # The worker's status is that of the process that ended first: the others are killed.
         for process in self._fork_server.poll(0):
             worker = parse_process_name(process.name)
             self._ending.setdefault(worker, WorkerEnded(worker, process.status))
@@ -122,7 +144,7 @@ class NodeProcesses:
 
 
 class ProcessManager:
-    """Worker processes of all nodes, started, killed and restarted by node 0.
+    """Worker processes of all nodes, which node 0 starts, kills and restarts.
 
     Parameters
     ----------
@@ -135,16 +157,26 @@ class ProcessManager:
     failures
         Failures of nodes to inject: their workers are killed when an iteration begins.
     faults_per_hour
-        Restarts in an hour of a crashed worker. 0: only those of `returns`.
+        Largest number of crashes in an hour after which a worker is started again. 0: crashed
+        workers are not started again, except those of `returns`.
     crashes
-        Crashes under a previous node 0, which count, too.
+        Crashes under a previous node 0, which count as well.
     keep
-        Function that is called with all crashes after each new one.
+        Function that is called with all crashes after each new one, to write them down.
     """
 
-    def __init__(self, local: NodeProcesses, nodes: Mapping[Worker, int], returns: Sequence[Return] = (),
-                 absent: Sequence[Worker] = (), failures: Sequence[NodeFailure] = (), *, faults_per_hour: int = 0,
-                 crashes: CrashTimes = (), keep: Callable[[CrashTimes], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        local: NodeProcesses,
+        nodes: Mapping[Worker, int],
+        returns: Sequence[Return] = (),
+        absent: Sequence[Worker] = (),
+        failures: Sequence[NodeFailure] = (),
+        *,
+        faults_per_hour: int = 0,
+        crashes: CrashTimes = (),
+        keep: Callable[[CrashTimes], None] = lambda _: None,
+    ) -> None:
         self._local = local
         self._nodes = nodes
         self._workers_of: dict[int, list[Worker]] = defaultdict(list)
@@ -152,8 +184,10 @@ class ProcessManager:
             self._workers_of[node].append(worker)
         self._returns = list(returns)
         self._iteration = -1
-        """Last iteration that has begun."""
-        self._dead = set(absent)
+        """Latest iteration that has begun; -1 before the first."""
+        # After a takeover, who is dead on another node is known when its agent is back: until then
+        # a start that is due would be lost, and for a worker that is alive it would be used up.
+        self._dead = {worker for worker in absent if nodes.get(worker, 0) == 0}
         self._failures = list(failures)
         self._faults = FaultHistory.from_crashes(faults_per_hour, crashes)
         self._keep = keep
@@ -167,21 +201,19 @@ class ProcessManager:
         return self._local.run_workers(found=found)
 
     def connect_agents(self, send: SendToAgent, note: Callable[[str], None]) -> None:
-        """Set `send` for commands to other nodes' agents, and `note` for lines about crashes."""
+        """Set the functions that send commands to other nodes, and print lines about crashes."""
         self._send, self._note = send, note
 
     def fileno(self) -> int:
-        """Return the descriptor for a selector: it is readable when `poll` has something to
-        report."""
+        """Return the descriptor for a selector, which is readable when `poll` has news."""
         return self._local.fileno()
 
     def poll(self) -> list[WorkerEnded]:
-        """Return, once each and without waiting, ended workers of node 0. Raises
-        ForkServerError."""
+        """Return node 0's workers that ended since the last call. Raises ForkServerError."""
         return self._local.poll()
 
     def get_node_workers(self, node: int) -> Sequence[Worker]:
-        """Return the workers that run on a node from the start. Empty for an unknown node."""
+        """Return the workers of a node; none if the node is unknown."""
         return self._workers_of.get(node, ())
 
     def record_node_started(self, node: int) -> None:
@@ -189,11 +221,7 @@ class ProcessManager:
         self._dead.difference_update(self.get_node_workers(node))
 
     def record_node_adopted(self, node: int, alive: Collection[Worker]) -> None:
-        """Record that a node of a previous coordinator has joined, with its workers `alive`.
-
-        The others count as crashed: the previous coordinator may have been about to start them
-        again.
-        """
+        """Record that an earlier coordinator's node has joined. Workers not `alive` crashed."""
         workers = set(self.get_node_workers(node))
         missing = workers - set(alive)
         self._dead = (self._dead - workers) | missing
@@ -210,19 +238,26 @@ class ProcessManager:
         self._execute_command(KillWorker(worker))
 
     def handle_worker_end(self, ended: WorkerEnded) -> None:
-        """Record that a worker has ended, and start it again if that is due. Raises
-        ForkServerError."""
+        """Record a worker's end; start it again if a rehearsed return is due.
+
+        A crash is counted; unless the worker stays out, `restart_due_workers` starts it after a
+        pause. Raises ForkServerError.
+        """
         worker = ended.worker
         self._dead.add(worker)
+        # If a restart that the user asked for is due, the end does not count as a crash.
         self._start_returning_workers()
         if ended.status and worker in self._dead:
             self._record_crash(worker)
 
     def _record_crash(self, worker: Worker) -> None:
+        # A crash that is waiting for its restart was counted before.
         if worker in self._again:
             return
         now = time.monotonic()
-        self._faults, verdict = self._faults.with_fault(worker, self.get_node_workers(self._nodes.get(worker, 0)), now)
+        self._faults, verdict = self._faults.with_fault(
+            worker, self.get_node_workers(self._nodes.get(worker, 0)), now
+        )
         self._keep(self._faults.crash_times)
         if verdict.pause_seconds is not None:
             self._again[worker] = now + verdict.pause_seconds
@@ -230,8 +265,7 @@ class ProcessManager:
             self._note(verdict.reason)
 
     def restart_due_workers(self) -> None:
-        """Start the crashed workers whose pause is over, if called regularly. Raises
-        ForkServerError."""
+        """Start the crashed workers whose pause is over. Raises ForkServerError."""
         now = time.monotonic()
         for worker in sorted(worker for worker, at in self._again.items() if at <= now):
             del self._again[worker]
@@ -239,20 +273,17 @@ class ProcessManager:
                 self._start_worker(worker)
 
     def begin_iteration(self, iteration: int) -> None:
-        """Kill the workers that are to fail in `iteration`, which begins. Raises
-        ForkServerError."""
+        """Kill the workers of nodes that fail in `iteration`; start those due to return.
+
+        Raises ForkServerError if the fork server has ended.
+        """
         due = [failure for failure in self._failures if failure.iteration <= iteration]
         self._failures = [failure for failure in self._failures if failure.iteration > iteration]
         for failure in due:
             if failure.iteration == iteration:  # otherwise it was due under a previous coordinator
                 for worker in failure.workers:
                     self.kill_worker(worker)
-
-    def commit_iteration(self, iteration: int) -> None:
-        """Kill workers that fail in the next iteration, and start those that return in it. To be
-        called when `iteration` is committed. Raises ForkServerError."""
-        self.begin_iteration(iteration + 1)
-        self._iteration = max(self._iteration, iteration + 1)
+        self._iteration = max(self._iteration, iteration)
         self._start_returning_workers()
 
     def _start_returning_workers(self) -> None:
@@ -274,12 +305,15 @@ class ProcessManager:
 
 
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
-    """Return the workers of which all `ranks` processes live in a dead launcher's server. The
-    processes of other workers are killed. Raises ForkServerError."""
+    """Return the workers whose `ranks` processes are all alive, and kill those of other workers.
+
+    Raises ForkServerError if the fork server `adopted` has died.
+    """
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():
         ranks_alive.setdefault(parse_process_name(name), []).append(name)
     incomplete = {name for names in ranks_alive.values() if len(names) < ranks for name in names}
+    # A worker without all its ranks cannot compute; it is started again as a whole.
     for name in incomplete:
         adopted.kill_process(name)
     deadline = time.monotonic() + KILL_SECONDS

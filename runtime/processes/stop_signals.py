@@ -1,5 +1,7 @@
-"""Handle the signals that schedulers send before they take a machine, and Ctrl-C. The first signal
-asks for an orderly end; the next one ends the run at once."""
+"""Handle the signals that schedulers send before they take a machine, and Ctrl-C.
+
+The first signal asks for an orderly end; the next one ends the run at once.
+"""
 
 import signal
 import threading
@@ -8,23 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that SLURM sends on request before it ends a job (`sbatch --signal`). It sends them to
-all processes or some. Workers can ignore them: launchers end the run."""
+"""Signals that SLURM sends before it ends a job (`sbatch --signal`), to any process."""
 SCHEDULER_SIGNALS = (signal.SIGTERM, *WARNING_SIGNALS)
 SIGNALS = (signal.SIGINT, *SCHEDULER_SIGNALS)
 REPEAT_SECONDS: dict[int, float] = {signal.SIGINT: 0.5}
 DEFAULT_REPEAT_SECONDS = 5.0
-"""Interval within which a second signal counts as a repetition of the first.
-
-Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and
-torchrun do so with Ctrl-C; Linux reports a parent's death once for each of the parent's threads.
-"""
+"""Interval within which a second signal counts as a repetition of the first."""
+# Schedulers send SIGTERM to all processes, and torchrun passes it on to its own; a terminal and
+# torchrun do so with Ctrl-C; Linux reports a parent's death once for each of the parent's threads.
 GRACE_SECONDS = 20.0
 """Time for an orderly end: torchrun, SLURM and Kubernetes kill after 30 s by default."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """Error, in one line, for a run or a node's part that a signal has stopped."""
+    """Error, in one line, for a run (or a node's part) that a signal stopped."""
 
     def __init__(self, number: signal.Signals, text: str) -> None:
         super().__init__(text)
@@ -49,8 +48,7 @@ class StopSignals:
 
     @contextmanager
     def call_at_first_signal(self, ask: Callable[[], object]) -> Iterator[None]:
-        """Call `ask` at the first signal within the context, instead of raising RunStopped. The
-        call happens in the main thread, at any moment."""
+        """Call `ask` in the main thread at the first signal, instead of raising RunStopped."""
         self._ask = ask
         try:
             yield
@@ -58,21 +56,24 @@ class StopSignals:
             self._ask = None
 
     def handle_signal(self, number: int, _: object) -> None:
-        """Handle a signal, as the class describes; a function for `signal.signal`."""
+        """Handle signal `number` as the class describes; a function for `signal.signal`."""
         now = time.monotonic()
-        if self._handled is not None and now - self._handled < REPEAT_SECONDS.get(number, DEFAULT_REPEAT_SECONDS):
+        if self._handled is not None and now - self._handled < REPEAT_SECONDS.get(
+            number, DEFAULT_REPEAT_SECONDS
+        ):
             return
         self._handled = now
         if self._ask is None or self.received is not None:
-            raise RunStopped(signal.Signals(number), f"interrupted by {signal.Signals(number).name}")
+            raise RunStopped(
+                signal.Signals(number), f"interrupted by {signal.Signals(number).name}"
+            )
         self.received = signal.Signals(number)
         self._ask()
 
 
 @contextmanager
 def handle_stop_signals() -> Iterator[StopSignals]:
-    """Handle stop signals until the end of the block by the `StopSignals` that is yielded. In a
-    thread other than the main one, no signal is handled."""
+    """Yield a handler of signals, active in the context and in the main thread only."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop

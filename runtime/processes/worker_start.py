@@ -27,15 +27,15 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     out: str
     """Folder of the run, with `parameters/`, output of processes in `logs/`, and `checkpoints/`."""
     resume: str | None = None
-    """Folder of the checkpoint to start from."""
+    """Folder of the checkpoint to start from; None: the run begins with iteration 0."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
-    """Time to wait for another coordinator after the run's coordinator is gone."""
+    """Time that workers wait for another coordinator when the run's coordinator is gone."""
     reports: str | None = None
     """Address at which this node's agent collects reports; None: they go to node 0."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """Description of one process of a worker to be started."""
+    """What one process of a worker is started with."""
 
     worker: Worker
     coordinator: Rendezvous
@@ -44,26 +44,30 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Index of the GPU to compute on. None: compute on the CPU."""
     settings: NodeSettings
     restarted: bool = False
-    """True if the run has continued without this worker."""
+    """True if this worker was lost and the run has continued without it."""
     rank: int = 0
     """Rank of this process within the worker, if the worker has several processes."""
 
     def build_process_spec(self) -> ProcessSpec:
-        """Return the request to the fork server that starts this process.
-
-        It is sent over a socket that no other process reads, so that the secret is in no command
-        line and no environment. A worker that returns appends to its log.
-        """
-        return ProcessSpec(format_process_name(self.worker, self.rank), "slipstream.runtime.worker.main_thread:main",
-                           msgspec.json.encode(self).decode(), str(self.log_path), append=self.restarted,
-                           imports=self._slow_imports)
+        """Return the request, which contains the secret, for the fork server to start this."""
+        return ProcessSpec(
+            format_process_name(self.worker, self.rank),
+            "slipstream.runtime.worker.main_thread:main",
+            msgspec.json.encode(self).decode(),
+            str(self.log_path),
+            append=self.restarted,
+            imports=self._slow_imports,
+        )
 
     @property
     def _slow_imports(self) -> tuple[str, ...]:
         """Modules that take seconds to import, which the fork server imports once for all."""
-        model = self.settings.config.model
-        return (*((HUGGING_FACE,) if model.hugging_face is not None else ()),
-                *((TORCHTITAN,) if model.torchtitan is not None else ()))
+        model, modules = self.settings.config.model, list[str]()
+        if model.hugging_face is not None:
+            modules.append(HUGGING_FACE)
+        if model.torchtitan is not None:
+            modules.append(TORCHTITAN)
+        return tuple(modules)
 
     @property
     def log_path(self) -> Path:
@@ -73,11 +77,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 def format_process_name(worker: Worker, rank: int) -> str:
-    """Return the name of a worker's process, from which `parse_process_name` finds it. If the
-    launcher has died, the name is all that is known of the process."""
+    """Return the name of a worker's process, which `parse_process_name` reads."""
     return f"{worker}/{rank}" if rank else str(worker)
 
 
 def parse_process_name(name: str) -> Worker:
-    """Return the worker to which a fork server's process with this name belongs."""
+    """Return the worker that a process belongs to, by its name in the fork server."""
     return Worker.parse(name.partition("/")[0])

@@ -1,6 +1,6 @@
 """Messages between the coordinator, the workers and the node agents.
 
-    authentication       the handshake, by which ends prove that they know the secret, and tags
+    authentication       a handshake by which both ends show that they know the secret; tags
     channel              one TCP connection: messages in JSON, between length and tag
     coordinator_link     a connection to the coordinator that can switch to a new coordinator
     to_coordinator       messages from workers and node agents
@@ -8,7 +8,7 @@
     to_node_agent        messages from the coordinator to node agents
     setup                settings that a worker needs before its first order
     failure_injection    failures on purpose
-    form_codec           forms of tensors in JSON
+    form_codec           shapes and dtypes of values in JSON
     rendezvous           addresses at which node 0 listens
     store                torch's key-value store
     network_interfaces   network interfaces by which workers reach each other
@@ -16,10 +16,10 @@
 
 Each worker and each node agent has one connection to the coordinator, which runs in the launcher of
 node 0. Messages are pushed, and arrive in the order in which they were sent. msgspec checks each
-against its type; nothing is ever unpickled, and no message names code or paths. Connections are
-accepted only from processes that know the run's secret. The coordinator's port is open on the given
-address and on no other, loopback by default. torch's key-value store, which asks for no secret,
-holds only the addresses of process groups. docs/threat-model.md describes the consequences.
+message against its type; nothing is ever unpickled, and no message names code or paths. Connections
+are accepted only from processes that know the run's secret. The coordinator's port is open on the
+given address alone, by default loopback. torch's key-value store, which asks for no secret, holds
+only the addresses of process groups. docs/threat-model.md describes the consequences.
 
 May import: `replay`, and the runtime's modules for configuration.
 """

@@ -3,12 +3,12 @@
     accepting end    greeting: its protocol, and a random number
     connecting end   its own random number, and a proof; its first message may follow at once
     accepting end    its proof
-    both             messages, each with a tag behind it
+    both             messages, each followed by a tag
 
-Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. The keys of a connection, one
-for each direction, are derived from the secret, from the purpose of the connection, and from both
-random numbers. So bytes recorded from one connection are useless on another, and in the other
-direction. A tag covers the number of its message, so that no message can be sent again, left out,
+Proofs and tags are HMAC-SHA256 (RFC 2104), compared in constant time. Each direction of a
+connection has a key of its own, derived from the secret, the purpose of the connection, and both
+random numbers. So bytes recorded in one direction are useless in the other, and on other
+connections. A tag covers the number of its message, so that no message can be sent again, left out,
 or moved to another place. Nothing is encrypted: any program that can listen can read.
 """
 
@@ -33,26 +33,27 @@ PROTOCOL_VERSION = b"slipstream 1"
 NONCE_BYTES = TAG_BYTES = 32
 GREETING_BYTES = len(PROTOCOL_VERSION) + NONCE_BYTES
 HELLO_BYTES = NONCE_BYTES + TAG_BYTES
-"""Bytes that are read from a peer before it has been authenticated."""
+"""Size of a connecting end's reply, all that is read before it has been authenticated."""
 HELLO_SECONDS = 10.0
-"""Time that the other end may take for its part of the handshake."""
+"""Time limit for the other end's part of the handshake."""
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
-"""Largest size of a secret set by the user."""
-SECRET_REMEDY = f"set {SECRET_FILE_VARIABLE} to a file that only you can read (openssl rand -hex 32 > FILE; " \
+SECRET_REMEDY = (
+    f"set {SECRET_FILE_VARIABLE} to a file that only you can read (openssl rand -hex 32 > FILE; "
     "chmod 600 FILE)"
+)
 
 
 class AuthenticationError(Exception):
-    """Error for a peer without this run's secret, or a changed message, in one line."""
+    """Error, in one line: the other end lacks the secret, or a message was changed."""
 
 
 class SecretError(ValueError):
-    """Error for a secret that is missing or unusable. The message is one line."""
+    """Error, in one line, for a secret that is missing or unusable."""
 
 
 class TagSequence:
-    """Generator of the tags of messages in one direction of a connection, in order."""
+    """Generator of the tags of all messages in one direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -60,25 +61,28 @@ class TagSequence:
 
     def compute_next(self, digest: bytes) -> bytes:
         """Return the tag of the next message, whose SHA-256 is `digest`."""
+        # The number makes a repeated, lost or moved message show.
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "little") + digest, "sha256")
 
     def verify_next(self, tag: bytes, digest: bytes) -> None:
-        """Raise AuthenticationError unless `tag` is that of the next message, by its `digest`."""
+        """Raise AuthenticationError unless `tag` fits the next message, of SHA-256 `digest`."""
         if not hmac.compare_digest(tag, self.compute_next(digest)):
             raise AuthenticationError("a message was changed on its way")
 
 
 class ConnectionKeys(NamedTuple):
-    """Generators of the tags for both directions of a connection, at one of its ends."""
+    """Tag sequences of a connection: of what this end sends, and of what it receives."""
 
     sending: TagSequence
     receiving: TagSequence
 
 
 class Challenge:
-    """Accepting end of a handshake. Its caller first sends `greeting`, and passes the reply to
-    `verify_hello`."""
+    """Accepting end of a handshake, for a caller that sends and receives the bytes.
+
+    `greeting` is to be sent first; `verify_hello` checks the reply to it.
+    """
 
     def __init__(self, secret: Secret, purpose: Purpose) -> None:
         self._secret = secret
@@ -87,64 +91,74 @@ class Challenge:
         self.greeting = PROTOCOL_VERSION + self._nonce
 
     def verify_hello(self, hello: bytes) -> tuple[bytes, ConnectionKeys]:
-        """Check the connecting end's `hello`; return the proof to send, and the connection's keys.
-        Raises AuthenticationError."""
+        """Check the reply `hello`; return this end's proof and keys. Raises AuthenticationError."""
         nonce, proof = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
         if not hmac.compare_digest(proof, self._derive_key("connecting", nonce)):
             raise AuthenticationError("it does not know the secret of this run")
-        return self._derive_key("accepting",
-                                nonce), ConnectionKeys(TagSequence(self._derive_key("to connecting", nonce)),
-                                                                    TagSequence(self._derive_key("to accepting",
-                                                                                                 nonce)))
+        return self._derive_key("accepting", nonce), ConnectionKeys(
+            TagSequence(self._derive_key("to connecting", nonce)),
+            TagSequence(self._derive_key("to accepting", nonce)),
+        )
 
     def _derive_key(self, what: str, nonce: bytes) -> bytes:
         return _derive_key(self._secret, self._purpose, what, self._nonce, nonce)
 
 
 class ChallengeAnswer:
-    """Connecting end of a handshake, created from the other end's greeting.
+    """Connecting end of a handshake, for a caller that sends and receives the bytes.
 
-    Its caller sends `hello`, and passes the reply to `verify_proof`. Raises AuthenticationError if
-    the greeting is not one of this protocol.
+    It is created from the other end's greeting. `hello` is to be sent; `verify_proof` checks the
+    reply to it. Raises AuthenticationError if the greeting is not one of this protocol.
     """
 
     def __init__(self, secret: Secret, purpose: Purpose, greeting: bytes) -> None:
         if not greeting.startswith(PROTOCOL_VERSION):
             raise AuthenticationError("the program there is not Slipstream of this version")
-        their_nonce, our_nonce = greeting[len(PROTOCOL_VERSION):], secrets.token_bytes(NONCE_BYTES)
+        their_nonce, our_nonce = greeting[len(PROTOCOL_VERSION) :], secrets.token_bytes(NONCE_BYTES)
 
         def derive(what: str) -> bytes:
             return _derive_key(secret, purpose, what, their_nonce, our_nonce)
 
         self.hello = our_nonce + derive("connecting")
-        self.keys = ConnectionKeys(TagSequence(derive("to accepting")), TagSequence(derive("to connecting")))
+        self.keys = ConnectionKeys(
+            TagSequence(derive("to accepting")), TagSequence(derive("to connecting"))
+        )
         self._expected = derive("accepting")
 
     def verify_proof(self, proof: bytes) -> None:
-        """Raise AuthenticationError unless `proof` shows that the accepting end knows the
-        secret."""
+        """Raise AuthenticationError unless the accepting end's `proof` is right."""
         if not hmac.compare_digest(proof, self._expected):
             raise AuthenticationError("it does not know the secret of this run")
 
 
-def authenticate_connection(connection: socket.socket, secret: Secret, purpose: Purpose,
-                            first: Callable[[TagSequence], bytes], patience_seconds: float = 0.0) -> ConnectionKeys:
+def authenticate_connection(
+    connection: socket.socket,
+    secret: Secret,
+    purpose: Purpose,
+    first: Callable[[TagSequence], bytes],
+    patience_seconds: float = 0.0,
+) -> ConnectionKeys:
     """Perform the connecting end's part of a handshake on a blocking socket; return the keys.
 
-    Raises AuthenticationError, and OSError if the other end is gone or takes longer.
+    The socket keeps a time limit, which the caller replaces. Raises AuthenticationError if the
+    other end has another secret, purpose or protocol, and OSError if it is gone or takes longer.
 
     Parameters
     ----------
     purpose
-        Purpose of the connection, which must be that of the other end.
+        Purpose of the connection, which must equal the other end's.
     first
-        Function that is called with the generator of tags for sending, and returns the first
-        message with its tag, which is sent, too.
+        Function that returns the first message with its tag, taken from the given `TagSequence`.
+        This message is sent together with the reply to the greeting.
     patience_seconds
-        Time that the other end may take, if more than `HELLO_SECONDS`.
+        Time limit for the other end; `HELLO_SECONDS` if that is longer.
     """
     deadline = time.monotonic() + max(HELLO_SECONDS, patience_seconds)
-    answer = ChallengeAnswer(secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline))
+    answer = ChallengeAnswer(
+        secret, purpose, _receive_exactly(connection, GREETING_BYTES, deadline)
+    )
+    # The first message goes along, which saves a round trip. A peer that finds the proof wrong
+    # closes the connection.
     try:
         connection.sendall(answer.hello + first(answer.keys.sending))
         proof = _receive_exactly(connection, TAG_BYTES, deadline)
@@ -162,8 +176,9 @@ def create_secret() -> Secret:
 def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
     """Return the secret that the environment sets; None if it sets none.
 
-    It is made from the text in the file that SLIPSTREAM_SECRET_FILE names or, without that, in
-    SLIPSTREAM_SECRET. Raises SecretError.
+    SLIPSTREAM_SECRET_FILE names a file with the secret's text; without it, SLIPSTREAM_SECRET
+    contains the text. Raises SecretError if the text is too short or too long, or if the file
+    cannot be read, or other users can read or write it.
     """
     path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
@@ -175,6 +190,7 @@ def _read_secret_file(path: Path) -> bytes:
     named = f"{SECRET_FILE_VARIABLE}={path}"
     try:
         with path.open("rb") as file:
+            # The open file is checked, as the path may mean another file a moment later.
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise SecretError(f"{named}: not a regular file")
@@ -186,17 +202,22 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _validate_secret(text: bytes, source: str) -> Secret:
-    """Return the SHA-256 of a user's text without surrounding whitespace, which is easily lost."""
+    """Return the SHA-256 of a secret's stripped text; errors name `source`, where it is from."""
     # Raises SecretError, which names the `source`, if the size of the text is wrong.
     text = text.strip()
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
-        raise SecretError(f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "
-                          f"{MAX_SECRET_BYTES}, such as "
-                          "openssl rand -hex 32 prints")
+        raise SecretError(
+            f"{source}: a secret of {len(text)} bytes; expected {MIN_SECRET_BYTES} to "
+            f"{MAX_SECRET_BYTES}, such as "
+            "openssl rand -hex 32 prints"
+        )
+    # Any text becomes a key of full length; shells and editors add line ends, which do not count.
     return Secret(hashlib.sha256(text).digest())
 
 
-def _derive_key(secret: Secret, purpose: Purpose, what: str, accepting: bytes, connecting: bytes) -> bytes:
+def _derive_key(
+    secret: Secret, purpose: Purpose, what: str, accepting: bytes, connecting: bytes
+) -> bytes:
     return hmac.digest(secret, f"{purpose}/{what}/".encode() + accepting + connecting, "sha256")
 
 
@@ -206,6 +227,7 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
         remaining_seconds = deadline - time.monotonic()
         if remaining_seconds <= 0:
             raise TimeoutError("it takes too long to answer")
+        # One deadline for all, so a peer cannot take long by sending byte after byte.
         connection.settimeout(remaining_seconds)
         received = connection.recv(size - len(data))
         if not received:
@@ -215,16 +237,20 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 
 
 class RefusalLog:
-    """Log of refused connections that stays short. It calls `say` for each of the first ten, then
-    for the 100th, the 1000th, and so on."""
+    """Log of refused connections, of which it tells fewer as they become many.
+
+    `say` gets a line for each of the first ten, for the 100th, for the 1000th, and so on.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._count = 0
 
     def __call__(self, who: str, why: str) -> None:
-        """Count a refusal, and log it if it is among those to be logged."""
+        """Count a refusal; if the count is to be logged, log who and why."""
         self._count += 1
         if self._count <= 10 or str(self._count).rstrip("0") == "1":
-            many = "" if self._count <= 10 else f" (the {self._count}th connection that was refused)"
+            many = ""
+            if self._count > 10:
+                many = f" (the {self._count}th connection that was refused)"
             self._say(f"{who} was cut off: {why}{many}")

@@ -1,5 +1,8 @@
-"""Exchange JSON messages with the coordinator over one TCP connection. Each is between its length,
-in 4 bytes, little-endian, and its tag (`runtime.protocol.authentication`)."""
+"""Exchange JSON messages with the coordinator over one TCP connection.
+
+Each message comes after its length, in 4 bytes, little-endian, and before its tag
+(`runtime.protocol.authentication`).
+"""
 
 import contextlib
 import hashlib
@@ -27,15 +30,18 @@ MAX_BYTES = 2**28
 """Largest size of a message; schedules are the largest."""
 RETRY_SECONDS = 0.05
 """Time between two attempts to connect."""
-FIRST_ATTEMPT_SECONDS, ATTEMPT_SECONDS = 1.0, 10.0
-"""Time limits of the first and later attempts to connect. The system would try for minutes."""
+FIRST_ATTEMPT_SECONDS = 1.0
+"""Time limit of the first attempt to connect; the system alone would try for minutes."""
+ATTEMPT_SECONDS = 10.0
+"""Time limit of each later attempt to connect."""
 PROGRESS_SECONDS = 30.0
-"""Seconds from one line that reports that node 0 does not answer to the next."""
+"""Seconds between two lines that report that node 0 does not answer."""
 SILENT_SECONDS = 60
-"""Time after which a peer whose machine acknowledges nothing counts as gone (Linux)."""
+"""Seconds without acknowledgement after which the other machine counts as gone (Linux)."""
 ANSWER_SECONDS = 60.0
-"""Time limit for the rest of a message, which takes long if thousands start at once."""
+"""Time limit for data from node 0, which is slow while thousands of workers start."""
 CLOSE_SECONDS = 1.0
+"""Time limit for what was sent to arrive before a connection is closed."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
 T = TypeVar("T")
@@ -43,18 +49,19 @@ M = TypeVar("M")
 
 
 class ProtocolError(ValueError):
-    """Error for a message that no peer may send. The message is one line."""
+    """Error, in one line, for a message that the protocol does not allow."""
 
 
 class Decoder(Generic[T]):
     """Decoder for JSON messages whose type is one of a union.
 
-    It is created at import, before any thread starts, and its constructor decodes each type once:
-    msgspec crashes if two threads are the first to decode a type at the same moment.
+    Decoders must be created at import, before any thread starts.
     """
 
     def __init__(self, union: object) -> None:
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(union)
+        # msgspec crashes if two threads are the first to decode a type at the same moment, so each
+        # type is decoded once here.
         for kind in get_args(union):
             with contextlib.suppress(msgspec.ValidationError):
                 self._decoder.decode(f'{{"type":"{kind.__name__}"}}')
@@ -68,7 +75,7 @@ class Decoder(Generic[T]):
 
 
 class Frame(NamedTuple):
-    """Encoded message for any connection, which determines only the tag behind it."""
+    """Message encoded once for any connection; only its tag differs between connections."""
 
     data: bytes
     """Length of the message in 4 bytes, and then the message in JSON."""
@@ -76,7 +83,7 @@ class Frame(NamedTuple):
     """SHA-256 of the message."""
 
     def with_tag(self, tags: TagSequence) -> bytes:
-        """Return the bytes to send on one connection, with the next of its `tags`."""
+        """Return the bytes to send on the connection that has these `tags`."""
         return self.data + tags.compute_next(self.digest)
 
 
@@ -84,7 +91,9 @@ def encode_frame(message: msgspec.Struct) -> Frame:
     """Encode a message as a frame. Raises ProtocolError if it is too long."""
     body = msgspec.json.encode(message)
     if len(body) > MAX_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is too long; at most {MAX_BYTES} are allowed")
+        raise ProtocolError(
+            f"a message of {len(body)} bytes is too long; at most {MAX_BYTES} are allowed"
+        )
     return Frame(_LENGTH.pack(len(body)) + body, hashlib.sha256(body).digest())
 
 
@@ -96,18 +105,25 @@ class FrameParser:
         self._rest = bytearray()
 
     def parse_messages(self, data: bytes) -> list[bytes]:
-        """Return the JSON of each message that is complete after `data`; keep the rest. Raises
-        ProtocolError if a message is too long or has a wrong tag."""
+        """Return the JSON of each message that `data` completes; keep the rest for later.
+
+        Raises ProtocolError if a message is too long or has a wrong tag.
+        """
         self._rest += data
         bodies, start = [], 0
         while len(self._rest) - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._rest, start)
+            # Refuse a wrong length at once, rather than wait for its bytes and store them.
             if size > MAX_BYTES:
-                raise ProtocolError(f"a peer sent a message of {size} bytes; at most {MAX_BYTES} are allowed")
+                raise ProtocolError(
+                    f"a peer sent a message of {size} bytes; at most {MAX_BYTES} are allowed"
+                )
             end = start + _LENGTH.size + size
             if len(self._rest) < end + TAG_BYTES:
                 break
-            body, tag = bytes(self._rest[start + _LENGTH.size:end]), bytes(self._rest[end:end + TAG_BYTES])
+            body = bytes(self._rest[start + _LENGTH.size : end])
+            # Nothing of a message is used before its tag is known to fit.
+            tag = bytes(self._rest[end : end + TAG_BYTES])
             try:
                 self._tags.verify_next(tag, hashlib.sha256(body).digest())
             except AuthenticationError as error:
@@ -121,26 +137,51 @@ class FrameParser:
 class Channel(Generic[T]):
     """Connection to the coordinator, at the end of a worker or node agent.
 
-    One thread reads; any thread may send. The constructor connects and sends `hello`. It waits up
-    to `timeout_seconds` for the coordinator to listen, and then as long for the coordinator's part
-    of the handshake, but at least 10 s and at most `ANSWER_SECONDS`. `waiting` is called with a
-    line at the first failed attempt, and every 30 s. Raises RendezvousError.
+    One thread reads; any thread may send. The constructor connects, and raises RendezvousError if
+    node 0 cannot be reached in time, or if the handshake fails.
+
+    Parameters
+    ----------
+    hello
+        First message, which is sent at once.
+    decode
+        Function that decodes the coordinator's messages.
+    timeout_seconds
+        Time limit for connecting, and again for the coordinator's part of the handshake, for which
+        it has at least 10 s and at most `ANSWER_SECONDS`.
+    waiting
+        Function that is called with a line of text at the first failed attempt, and every 30 s.
     """
 
-    def __init__(self, address: Rendezvous, secret: Secret, hello: msgspec.Struct, decode: Callable[[bytes], T],
-                 timeout_seconds: float, waiting: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        address: Rendezvous,
+        secret: Secret,
+        hello: msgspec.Struct,
+        decode: Callable[[bytes], T],
+        timeout_seconds: float,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._decode = decode
         self._sending = threading.Lock()
         self._socket = _connect_with_retries(address, timeout_seconds, waiting)
         self._early: list[T] = []
+        # Before both ends have proved that they know the secret, nothing that arrives is a message.
         try:
-            self._tags, receiving = authenticate_connection(self._socket, secret, "control",
-                                                            encode_frame(hello).with_tag,
-                                                            min(timeout_seconds, ANSWER_SECONDS))
+            self._tags, receiving = authenticate_connection(
+                self._socket,
+                secret,
+                "control",
+                encode_frame(hello).with_tag,
+                min(timeout_seconds, ANSWER_SECONDS),
+            )
         except (AuthenticationError, OSError) as error:
             self._socket.close()
-            raise RendezvousError(f"node 0 at {address} was reached, but {describe_reason(error)}") from None
+            raise RendezvousError(
+                f"node 0 at {address} was reached, but {describe_reason(error)}"
+            ) from None
         self._frames = FrameParser(receiving)
+        # A selector says when there is data, so only the rest of a message is waited for.
         self._socket.settimeout(ANSWER_SECONDS)
 
     def fileno(self) -> int:
@@ -149,11 +190,14 @@ class Channel(Generic[T]):
 
     @property
     def has_pending(self) -> bool:
-        """True if `read` would not wait although a selector sees nothing on the socket."""
+        """True if `read` would return at once although a selector sees nothing on the socket."""
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, which has then arrived if node 0 is here. Raises RendezvousError."""
+        """Send a message. Raises RendezvousError, and ProtocolError if it is too long.
+
+        If node 0 is on this machine, the message has arrived when this returns.
+        """
         data = encode_frame(message)
         try:
             with self._sending:  # tags count the messages in the order in which they are sent
@@ -162,8 +206,12 @@ class Channel(Generic[T]):
             raise _gone_error(error) from None
 
     def read(self) -> list[T]:
-        """Wait for data, and return the messages that are complete with it. Raises RendezvousError
-        at the end of the connection, and if nothing comes within `ANSWER_SECONDS`."""
+        """Wait for data, and return the messages that they complete, if any.
+
+        Raises RendezvousError at the end of the connection, after an invalid message, and if
+        nothing comes within `ANSWER_SECONDS`.
+        """
+        # These came together with the first message, so no selector reports them.
         if self._early:
             early, self._early = self._early, []
             return early
@@ -179,8 +227,11 @@ class Channel(Generic[T]):
             raise RendezvousError(f"node 0 sent an invalid message: {error}") from None
 
     def read_first(self, *kinds: type[M]) -> M:
-        """Return the coordinator's first message, which must be of one of these types. Raises
-        RendezvousError if it is not, or does not come within `ANSWER_SECONDS`."""
+        """Return the coordinator's first message, which must be of one of these types.
+
+        Raises RendezvousError as `read` does, and if the message is of another type, or is not
+        complete after `ANSWER_SECONDS`.
+        """
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
             if time.monotonic() > deadline:
@@ -197,52 +248,64 @@ class Channel(Generic[T]):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection after all that was sent has arrived."""
+        """Close the connection when all that was sent has arrived, or after `CLOSE_SECONDS`."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(CLOSE_SECONDS)
             self._socket.shutdown(socket.SHUT_WR)
-            while self._socket.recv(_READ_BYTES):  # otherwise the system would drop data that has not arrived
+            # Otherwise the system would drop data that has not arrived.
+            while self._socket.recv(_READ_BYTES):
                 pass
         self._socket.close()
 
 
 def enable_keepalive(connection: socket.socket, silent_seconds: int = SILENT_SECONDS) -> None:
-    """Have a socket send small messages at once, and notice lost machines. `silent_seconds` are
-    those after which a machine that acknowledges nothing counts as gone (Linux)."""
+    """Make a socket send small messages at once, and notice a lost machine (Linux).
+
+    If the other machine is lost, the socket fails after about `silent_seconds`.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # An idle connection is probed; data that nobody acknowledges end it after as long.
     if sys.platform.startswith("linux"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent_seconds // 4)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, silent_seconds // 4)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_seconds)
 
 
-def _connect_with_retries(address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]) -> socket.socket:
+def _connect_with_retries(
+    address: Rendezvous, timeout_seconds: float, waiting: Callable[[str], None]
+) -> socket.socket:
     deadline, next_line, attempt = time.monotonic() + timeout_seconds, 0.0, FIRST_ATTEMPT_SECONDS
     while True:
         try:
-            connection = _try_connect(address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic())))
+            connection = _try_connect(
+                address, min(attempt, max(RETRY_SECONDS, deadline - time.monotonic()))
+            )
         except OSError as error:
             if time.monotonic() >= next_line:
                 waiting(f"waiting for node 0 at {address}: {describe_reason(error)}")
                 next_line = time.monotonic() + PROGRESS_SECONDS
+            # A slow network gets more time from the second attempt on.
             attempt = ATTEMPT_SECONDS
             if time.monotonic() > deadline:
-                raise RendezvousError(f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
-                                      f"{describe_reason(error)}") from None
+                raise RendezvousError(
+                    f"cannot reach node 0 at {address} within {timeout_seconds:.0f} s: "
+                    f"{describe_reason(error)}"
+                ) from None
             time.sleep(RETRY_SECONDS)
             continue
+        # None: the socket was connected to itself; try again.
         if connection is not None:
             return connection
 
 
 def _try_connect(address: Rendezvous, seconds: float) -> socket.socket | None:
-    """Try once to connect; None if TCP has connected the socket to itself. Raises OSError."""
+    """Try once to connect; None if the socket was connected to itself. Raises OSError."""
     connection = socket.create_connection((address.host, address.port), seconds)
     try:
         if connection.getsockname() == connection.getpeername():
-            # If no process listens on a port of this machine, the system may choose that port for this end: TCP
-            # then connects the socket to itself.
+            # If no process listens on a port of this machine, the system may choose that port for
+            # this end: TCP then connects the socket to itself.
             connection.close()
             return None
         connection.settimeout(None)
@@ -254,4 +317,6 @@ def _try_connect(address: Rendezvous, seconds: float) -> socket.socket | None:
 
 
 def _gone_error(reason: OSError | str) -> RendezvousError:
-    return RendezvousError(f"node 0 is gone: {reason if isinstance(reason, str) else describe_reason(reason)}")
+    return RendezvousError(
+        f"node 0 is gone: {reason if isinstance(reason, str) else describe_reason(reason)}"
+    )

@@ -1,10 +1,9 @@
-"""Connect a worker or node agent to the coordinator, beyond the death of a coordinator.
+"""Keep a worker or node agent connected to the coordinator, or to its successor.
 
 After the coordinator is gone, messages to it are dropped: they concern a generation that has ended
 with it. The reading thread gets an error, and then looks for a new coordinator at the same address.
-Each coordinator has a number, its epoch, which is higher for one that was started later. A
-coordinator is followed only if its epoch is higher than that of the one that is gone, even if a
-process repeats messages of earlier coordinators.
+A new coordinator is followed only if its epoch is higher, so nobody can pose as one by repeating
+the messages of an earlier coordinator.
 """
 
 import time
@@ -27,21 +26,17 @@ S = TypeVar("S", bound=_HasEpoch)
 E = TypeVar("E")
 R = TypeVar("R")
 Connect = Callable[[msgspec.Struct, float], Channel[M]]
-"""Function that connects to a coordinator in some seconds with a message, or raises
-RendezvousError."""
+"""Function that connects to a coordinator, given a first message and a limit in seconds.
+
+Raises RendezvousError.
+"""
 
 
 class CoordinatorLink(Generic[M, S]):
     """Connection to the present coordinator or, while there is none, to the last one.
 
-    Parameters
-    ----------
-    channel
-        Connection to the first coordinator.
-    setup
-        Answer of the first coordinator.
-    connect
-        Function that connects to another coordinator.
+    `channel` is the connection to the first coordinator and `setup` its answer; `connect` connects
+    to another coordinator.
     """
 
     def __init__(self, channel: Channel[M], setup: S, connect: Connect[M]) -> None:
@@ -49,8 +44,7 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time of `time.monotonic` at which a message was last sent. Any message shows that this
-        process is alive."""
+        """Time at which a message was last sent, by `time.monotonic`."""
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, for a selector."""
@@ -62,28 +56,31 @@ class CoordinatorLink(Generic[M, S]):
         return self._channel.has_pending
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; only `read` fails if the coordinator is gone. Any thread may call
-        this."""
+        """Send a message, from any thread; only `read` fails if the coordinator is gone."""
         channel = self._channel
         try:
             channel.send(message)
             self.sent = time.monotonic()
         except RendezvousError:
+            # The reading thread gets an error and looks for a new coordinator.
             channel.abort()
 
     def read(self) -> list[M]:
-        """Wait for messages, and return them. Raises RendezvousError when the coordinator is
-        gone."""
+        """Wait for data, and return the messages that they complete, if any.
+
+        Raises RendezvousError if the coordinator is gone, or sends an invalid message.
+        """
         return self._channel.read()
 
-    def follow_new_coordinator(self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]) -> E | R:
-        """Try once to connect to a new coordinator, send it `hello`, and use its connection.
+    def follow_new_coordinator(
+        self, hello: msgspec.Struct, end: type[E], prepare: Callable[[S], R]
+    ) -> E | R:
+        """Try once to connect to a new coordinator, with `hello` as the first message.
 
-        Before that, `prepare` is called with the coordinator's answer, and its result is returned.
-        If the answer is of type `end`, the new coordinator continues without this process: the
-        answer itself is returned, and its connection is not used. Raises RendezvousError if no
-        coordinator answers, or only one whose epoch is not higher than that of the last one.
-        Exceptions of `prepare` are passed on.
+        Returns the result of `prepare`, which is called with the coordinator's answer before the
+        new connection is used. Returns the answer itself if it is of type `end`: the coordinator
+        continues without this process, and the connection is closed. Raises RendezvousError if no
+        coordinator of a higher epoch answers. Exceptions of `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:
@@ -93,15 +90,18 @@ class CoordinatorLink(Generic[M, S]):
                 return answer
             setup = cast(S, answer)
             if setup.epoch <= self.setup.epoch:
-                raise RendezvousError("the coordinator there was started before the one that is gone")
+                raise RendezvousError(
+                    "the coordinator there was started before the one that is gone"
+                )
             prepared = prepare(setup)
         except BaseException:
             channel.close()
             raise
+        # The old connection stays in use until everything is ready for the new one.
         self._channel.close()
         self._channel, self.setup = channel, setup
         return prepared
 
     def close(self) -> None:
-        """Close the connection after all that was sent has arrived."""
+        """Close the connection when all that was sent has arrived, or after `CLOSE_SECONDS`."""
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Convert forms, which are shapes and dtypes of values, to JSON and back."""
+"""Convert the shapes and dtypes of values (`Form`) to JSON and back."""
 
 import torch
 
@@ -7,14 +7,16 @@ from slipstream.runtime.replay.layer_values import Form, TensorForm, TupleForm
 
 
 def encode_form(form: Form) -> FormSpec:
-    """Return a form in its JSON form."""
-    tensors = (form,) if isinstance(form, TensorForm) else form.tensors
-    return FormSpec(tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors),
-                    None if isinstance(form, TensorForm) else form.fields)
+    """Return a form as a `FormSpec`, which JSON can represent."""
+    if isinstance(form, TensorForm):
+        return FormSpec(((form.shape, str(form.dtype)),))
+    return FormSpec(
+        tuple((tensor.shape, str(tensor.dtype)) for tensor in form.tensors), form.fields
+    )
 
 
 def decode_form(spec: FormSpec) -> Form:
-    """Return the form that a JSON form describes."""
+    """Return the form that a `FormSpec` describes."""
     tensors = tuple(TensorForm(shape, _parse_dtype(dtype)) for shape, dtype in spec.tensors)
     return tensors[0] if spec.fields is None else TupleForm(tensors, spec.fields)
 

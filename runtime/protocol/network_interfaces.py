@@ -1,8 +1,8 @@
 """Choose the network interface by which workers pass tensors and layers to each other.
 
-It is the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; by default, the one by
-which this machine reaches node 0. Gloo's own default is the address of the host's name, which on
-many machines other machines cannot reach.
+GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface; the default is the one by which
+this machine reaches node 0. Gloo's own default is the address of the host's name, which on many
+machines other machines cannot reach.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from slipstream.runtime.protocol.rendezvous import Rendezvous
 
-GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+"""Environment variable that names NCCL's network interfaces, by prefix or as `=NAME`."""
 _IPV6 = Path("/proc/net/if_inet6")
 _GET_ADDRESS = 0x8915
 """Request code SIOCGIFADDR of Linux."""
@@ -33,9 +35,12 @@ class Interface(NamedTuple):
 def find_address_towards(rendezvous: Rendezvous) -> str:
     """Return this machine's address on the network of node 0. Raises OSError without a route."""
     first: OSError | None = None
-    for family, kind, _, _, address in socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM):
+    for family, kind, _, _, address in socket.getaddrinfo(
+        rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
+    ):
         with socket.socket(family, kind) as probe:
             try:
+                # Connecting a datagram socket sends nothing: the system only chooses the way.
                 probe.connect(address)
                 return str(probe.getsockname()[0])
             except OSError as error:
@@ -43,60 +48,74 @@ def find_address_towards(rendezvous: Rendezvous) -> str:
     raise first or OSError(f"{rendezvous.host} has no address")
 
 
-def configure_interface(rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ) -> str:
+def configure_interface(
+    rendezvous: Rendezvous, environment: MutableMapping[str, str] = os.environ
+) -> str:
     """Make gloo and NCCL use one network interface, and return its address.
 
-    This concerns this process and its children, unless their environment variables name others.
-    Workers move layers over that address, too. Raises OSError if this machine has no address on the
-    network of node 0.
+    The environment of this process and its children is set, unless it names interfaces already.
+    Raises OSError if this machine has no address on the network of node 0.
     """
     towards = find_address_towards(rendezvous)
     chosen = choose_interface(list_interfaces(), environment, towards)
     name = "" if chosen is None else chosen.name
     environment.setdefault(GLOO_VARIABLE, name)
     if name:
-        environment.setdefault(NCCL_VARIABLE, f"={name}")  # without the sign NCCL takes the first with this prefix
+        # Without the sign NCCL takes the first with this prefix.
+        environment.setdefault(NCCL_VARIABLE, f"={name}")
     return towards if chosen is None else chosen.address
 
 
-def choose_interface(known: Iterable[Interface], environment: Mapping[str, str], towards: str) -> Interface | None:
+def choose_interface(
+    interfaces: Iterable[Interface], environment: Mapping[str, str], towards: str
+) -> Interface | None:
     """Return the interface that gloo's variable names, else NCCL's, else that of `towards`.
 
-    Returns None if there is none. If an interface has several addresses, one of the same family as
-    the address `towards` is chosen.
+    `towards` is one of this machine's addresses, and its interface the one that has it. Of an
+    interface with several addresses, one of the same family is chosen. Returns None if there is no
+    such interface.
     """
-    known = sorted(known, key=lambda interface: (":" in interface.address) != (":" in towards))
+    # Those of that family first: an IPv6 address has colons.
+    interfaces = sorted(
+        interfaces, key=lambda interface: (":" in interface.address) != (":" in towards)
+    )
+    # Gloo takes whole names. NCCL takes prefixes, whole names after `=`, or exclusions after `^`.
     exact = environment.get(GLOO_VARIABLE, "").split(",")
     by_nccl = environment.get(NCCL_VARIABLE, "")
     prefixes = [] if by_nccl.startswith("^") else by_nccl.removeprefix("=").split(",")
     for name in filter(None, exact):
-        for interface in known:
+        for interface in interfaces:
             if interface.name == name:
                 return interface
     for prefix in filter(None, prefixes):
-        for interface in known:
-            if interface.name == prefix or (not by_nccl.startswith("=") and interface.name.startswith(prefix)):
+        for interface in interfaces:
+            if interface.name == prefix or (
+                not by_nccl.startswith("=") and interface.name.startswith(prefix)
+            ):
                 return interface
-    return next((interface for interface in known if interface.address == towards), None)
+    return next((interface for interface in interfaces if interface.address == towards), None)
 
 
 def list_interfaces() -> list[Interface]:
-    """Return this machine's network interfaces, one entry for each address (Linux). Link-local
-    addresses are left out; on other systems the list is empty."""
-    found: list[Interface] = []
+    """Return this machine's interfaces and addresses, but no link-local IPv6 ones (Linux)."""
+    interfaces: list[Interface] = []
     if not sys.platform.startswith("linux"):
-        return found
+        return interfaces
     import fcntl
 
+    # IPv4: the standard library lists names alone, so each address is asked for.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+                answer = fcntl.ioctl(
+                    probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15])
+                )
+                interfaces.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    # IPv6: the kernel lists all addresses in a file, which is missing without IPv6.
     with contextlib.suppress(OSError):
         for line in _IPV6.read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             address = ipaddress.IPv6Address(int(digits, 16))
             if not address.is_link_local:
-                found.append(Interface(name, str(address)))
-    return found
+                interfaces.append(Interface(name, str(address)))
+    return interfaces

@@ -27,7 +27,8 @@ AGENT_ANSWER_SECONDS = 10.0
 """Time to wait for the agent's answer, before reports go to node 0 directly."""
 _MOST_BYTES = 2**20
 _PREFIX = "slipstream-"
-_REPORT, _ANSWER = msgspec.json.Decoder(RankReport), msgspec.json.Decoder(Acknowledged)
+_REPORT = msgspec.json.Decoder(RankReport)
+_ANSWER = msgspec.json.Decoder(Acknowledged)
 
 
 class ReportGatherer:
@@ -55,8 +56,11 @@ class ReportGatherer:
         self._asked = False
 
     def collect_reports(self) -> list[GatheredReports]:
-        """Receive the reports that have arrived; return the message to send now, if any. There is
-        none without reports, or while node 0 has not answered earlier ones."""
+        """Receive the reports that have arrived; return the message to send now, or none.
+
+        There is none without reports, and while the coordinator has not answered the last message.
+        """
+        # Read until nothing is left; each report tells to which path its answer goes.
         with suppress(BlockingIOError):
             while True:
                 data, address = self._socket.recvfrom(_MOST_BYTES)
@@ -69,12 +73,16 @@ class ReportGatherer:
         return [GatheredReports(reports)]
 
     def forward_answer(self, answer: ReportsAcknowledged) -> None:
-        """Pass an answer of node 0 on to the workers."""
+        """Pass node 0's answer on to the workers; the next reports may then be sent."""
         self._asked = False
+        # One acknowledgement goes to all processes of several workers.
         for workers, message in answer.acknowledged:
             data = msgspec.json.encode(message)
-            for address in (path for worker in workers for path in self._workers.get(worker, {}).values()):
-                with suppress(OSError):  # the process has ended or reads nothing; it then reports to node 0 directly
+            for address in (
+                path for worker in workers for path in self._workers.get(worker, {}).values()
+            ):
+                # The process has ended or reads nothing; it then reports to node 0 directly.
+                with suppress(OSError):
                     self._socket.sendto(data, address)
 
     def __enter__(self) -> Self:
@@ -88,12 +96,13 @@ class ReportGatherer:
 class ReportSender:
     """Sender of one process's iteration reports, to its node's agent or directly to node 0.
 
-    The function `directly` sends a report to node 0. The path `agent` is the address of the node's
-    agent; None if the agent gathers no reports. Reports are sent by one thread, and
-    acknowledgements are read by another.
+    `directly` sends a report to node 0. `agent` is the path of the agent's socket; None if the
+    agent gathers no reports. One thread sends, and another reads acknowledgements.
     """
 
-    def __init__(self, rank: int, directly: Callable[[IterationReport], None], agent: str | None) -> None:
+    def __init__(
+        self, rank: int, directly: Callable[[IterationReport], None], agent: str | None
+    ) -> None:
         self._rank = rank
         self._directly = directly
         self._socket: socket.socket | None = None
@@ -101,7 +110,7 @@ class ReportSender:
             self._socket = _bind_socket(f"{agent}-{os.getpid()}")
             self._socket.connect(agent)
         self.gathered = self._socket is not None
-        """True if the last report went to the agent."""
+        """True while reports go to the agent, not directly to node 0."""
         self.sent = 0.0
         """Time at which a report was last sent to the agent, by `time.monotonic`."""
 
@@ -109,7 +118,8 @@ class ReportSender:
         """Send a report: to the agent if possible, else to node 0."""
         if self.gathered:
             assert self._socket is not None
-            with suppress(OSError):  # the agent is gone or stuck, or the report is too long, as with many ops
+            # The agent is gone or stuck, or the report is too long, as with many ops.
+            with suppress(OSError):
                 self._socket.send(msgspec.json.encode(RankReport(self._rank, report)))
                 self.sent = time.monotonic()
                 return
@@ -121,7 +131,7 @@ class ReportSender:
         self._directly(report)
 
     def list_sockets(self) -> list[socket.socket]:
-        """Return the sockets, at most one, of the agent's acknowledgements, for a selector."""
+        """Return the socket on which the agent acknowledges, for a selector; empty without one."""
         return [] if self._socket is None else [self._socket]
 
     def read_acknowledgements(self) -> list[Acknowledged]:
@@ -134,11 +144,12 @@ class ReportSender:
 
 
 def _remove_abandoned_folders() -> None:
-    """Remove the folders of this user's agents that were killed: sockets refuse connections."""
+    """Remove the folders of this user's agents that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/agent"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             if path.parent.stat().st_uid == os.getuid():
                 try:
+                    # A socket of a killed agent refuses connections.
                     probe.connect(str(path))
                 except ConnectionRefusedError:
                     shutil.rmtree(path.parent)

@@ -1,4 +1,4 @@
-"""Open and reach torch's key-value store, by which members of process groups meet."""
+"""Open and reach torch's key-value store, in which members of process groups find each other."""
 
 from datetime import timedelta
 
@@ -12,20 +12,38 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvous]:
-    """Open torch's key-value store, and return it with its address. By default it is on a free port
-    of loopback. Raises RendezvousError."""
+    """Open torch's key-value store in this process; return it and its address.
+
+    The store listens at `rendezvous`, by default at a free port on loopback. Raises
+    RendezvousError.
+    """
     listener, opened = open_listener(rendezvous)
+    # torch takes over the open listener, so no other program can get the port in between.
     try:
-        return TCPStore(opened.host, opened.port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT,
-                        master_listen_fd=listener.detach()), opened
+        return TCPStore(
+            opened.host,
+            opened.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=CONNECT_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        ), opened
     except DistError as error:
         raise RendezvousError(f"cannot listen at {opened}: {describe_reason(error)}") from None
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = CONNECT_TIMEOUT) -> TCPStore:
-    """Connect to a key-value store, waiting for it to open. Raises RendezvousError."""
+    """Connect to a key-value store; wait up to `timeout` for it to open. Raises RendezvousError."""
     try:
-        return TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return TCPStore(
+            rendezvous.host,
+            rendezvous.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
     except DistError as error:
-        raise RendezvousError(f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
-                              f"{describe_reason(error)}") from None
+        raise RendezvousError(
+            f"cannot reach torch's store at {rendezvous} within {timeout.total_seconds():.0f} s: "
+            f"{describe_reason(error)}"
+        ) from None

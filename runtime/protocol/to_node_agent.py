@@ -9,13 +9,13 @@ from slipstream.runtime.protocol.to_worker import Acknowledged
 from slipstream.schedules.schedule import Worker
 
 STILL_RUNNING_SECONDS = 20.0
+"""Interval of the messages that tell agents that the run continues."""
 SILENT_SECONDS = 600.0
-"""Time without a message after which an agent ends, as long as a worker's wait for an
-acknowledgement."""
+"""Seconds without a message from the coordinator after which an agent ends."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `JoinNode`: the workers to start, once the agent has checked that they fit."""
+    """Answer to `JoinNode`: settings, and the workers to start if all fits the agent's job."""
 
     common: CommonSettings
     shares: tuple[int, ...]
@@ -23,18 +23,16 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     workers: tuple[Worker, ...]
     """Workers of the agent's own node, which it starts."""
     config: RunConfig
-    """Configuration of node 0, which must match the agent's own, used by its workers."""
+    """Configuration of node 0, for the workers; model and training must equal the agent's own."""
     first_iteration: int
-    """Iteration to resume from, of the checkpoint that the agent's own command line names. Or 0."""
+    """Iteration of the checkpoint that the agent's --resume must find; 0: none is needed."""
     restarted: bool = False
     """True if the run has continued without these workers."""
     epoch: int = 0
-    """Number of the coordinator that sends this, as in `WorkerSetup.epoch`."""
 
 
 class NodeTaken(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `JoinNode` that makes the agent ask again later. A node of this number is
-    connected, or its loss has not been noticed."""
+    """Answer to `JoinNode` while another agent of the node is connected: ask again later."""
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -46,31 +44,32 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag=True):
-    """Request to kill the process of a worker that has been given up."""
+    """Request to kill a worker's process, as the coordinator has given the worker up."""
 
     worker: Worker
 
 
 class StillRunning(msgspec.Struct, frozen=True, tag=True):
-    """Message sent every `STILL_RUNNING_SECONDS`, without which an agent ends with its workers."""
+    """Message sent every `STILL_RUNNING_SECONDS`; an agent that gets none ends with its workers."""
 
 
 class ReportsAcknowledged(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `GatheredReports`, and later acknowledgements, which the agent passes on."""
+    """Acknowledgements of workers' reports, which the node agent passes on to these workers."""
 
     acknowledged: tuple[tuple[tuple[Worker, ...], Acknowledged], ...]
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """Message that the run is over, or continues without this node. The agent ends its workers,
-    closes the connection, and ends with this result."""
+    """Message that ends a node agent: the run is over, or continues without its node."""
 
     error: str | None
-    """Error that ended the run. None: all iterations are done."""
+    """Why the node ends, such as the run's error. None: all iterations are done."""
     anew: bool = False
     """True if node 0 starts from the beginning, and the agent must join again."""
 
 
-ToNodeAgent = NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | ReportsAcknowledged | RunEnded
+ToNodeAgent = (
+    NodeSetup | NodeTaken | StartWorker | KillWorker | StillRunning | ReportsAcknowledged | RunEnded
+)
 
 decode: Decoder[ToNodeAgent] = Decoder(ToNodeAgent)

@@ -2,7 +2,7 @@
 
 The collectives come in pairs, each the other's backward (Megatron-LM: Shoeybi et al., arXiv
 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198). Without a group, as for a
-worker of one process, they return what they are given.
+worker of one process, collectives return what they are given.
 """
 
 from collections.abc import Callable
@@ -19,35 +19,40 @@ Call = Callable[[Tensor, int, WorkerGroup], Tensor]
 
 
 def gather_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`. Without a group,
-    return the tensor itself."""
+    """Concatenate the parts of all ranks along a dimension; backward: `sum_parts`."""
     return _apply_to_parts(_concatenate_parts, _reduce_scatter, tensor, dim, group)
 
 
 def sum_parts(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of the sum over all; backward: `gather_parts`.
-    Without a group, return the tensor itself."""
+    """Return this rank's part of the sum over all ranks; backward: `gather_parts`.
+
+    Parts are cut along dimension `dim`.
+    """
     return _apply_to_parts(_reduce_scatter, _concatenate_parts, tensor, dim, group)
 
 
 def gather_replicated(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Concatenate the parts of all ranks along a dimension, for equal work on all.
+    """Concatenate all ranks' parts along a dimension, for the same work on all ranks.
 
     Backward: this rank's part of the gradient. The caller must make sure that all ranks do the same
-    computation on the result, up to `take_own_part`. Without a group, return the tensor itself.
+    computation on the result, up to `take_own_part`.
     """
     return _apply_to_parts(_concatenate_parts, _copy_part, tensor, dim, group)
 
 
 def take_own_part(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part, along a dimension, of a tensor that all ranks computed. Backward:
-    concatenate the gradients of all ranks. Without a group, return the tensor itself."""
+    """Return this rank's part, along a dimension, of a tensor that all ranks have computed.
+
+    Backward: concatenate the gradients of all ranks.
+    """
     return _apply_to_parts(_copy_part, _concatenate_parts, tensor, dim, group)
 
 
 def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return the sum over all ranks, on each; backward: each gets the sum's gradient. Without a
-    group, return the tensor itself."""
+    """Return the sum over all ranks, on each of them.
+
+    Backward: each rank gets the gradient of the sum.
+    """
     if group is None:
         return tensor
     result: Tensor = _SumRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -55,18 +60,22 @@ def sum_ranks(tensor: Tensor, group: WorkerGroup | None) -> Tensor:
 
 
 def for_all_ranks(group: WorkerGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters that all ranks have, for use on this rank's part of the data. Backward:
-    gradients are summed over the ranks. Without a group, return the parameters."""
+    """Return parameters that all ranks have, for use on this rank's part of the data.
+
+    Backward: sum the gradients over all ranks.
+    """
     if group is None:
         return parameters
-    result: tuple[Tensor, ...] = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...]
+    result = _ForAllRanks.apply(group, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
 def part_of(tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return this rank's part of a tensor that all have, without communication. It is cut along a
-    dimension; without a group, it is whole."""
-    return tensor if group is None else split_dim(tensor, dim, group.size()).select(dim, group.rank())
+    """Return this rank's part of a tensor that all ranks have, cut along a dimension."""
+    if group is None:
+        return tensor
+    return split_dim(tensor, dim, group.size()).select(dim, group.rank())
 
 
 def _concatenate_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
@@ -74,28 +83,37 @@ def _concatenate_parts(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    # The collective takes the parts of all ranks one after the other in memory.
     parts = split_dim(tensor, dim, group.size()).movedim(dim, 0).contiguous()
-    found = torch.empty_like(parts[0])
-    reduce_scatter_single(found, parts, group=group)
-    return found
+    total = torch.empty_like(parts[0])
+    reduce_scatter_single(total, parts, group=group)
+    return total
 
 
 def _copy_part(tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
-    # A copy: torch does not allow in-place changes of a view that a custom autograd.Function returns.
+    # A copy: torch does not allow in-place changes of a view that a custom autograd.Function
+    # returns.
     return part_of(tensor, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-def _apply_to_parts(forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None) -> Tensor:
-    """Return `forward(tensor, dim, group)`, with `backward` likewise for the gradient."""
+def _apply_to_parts(
+    forward: Call, backward: Call, tensor: Tensor, dim: int, group: WorkerGroup | None
+) -> Tensor:
+    """Return `forward(tensor, dim, group)`, with `backward` for the gradient."""
     if group is None:
         return tensor
-    result: Tensor = _PartsFunction.apply(forward, backward, tensor, dim, group)  # type: ignore[no-untyped-call]
+    result: Tensor
+    result = _PartsFunction.apply(  # type: ignore[no-untyped-call]
+        forward, backward, tensor, dim, group
+    )
     return result
 
 
 class _PartsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, other: Call, tensor: Tensor, dim: int, group: WorkerGroup) -> Tensor:
+    def forward(
+        ctx: Any, call: Call, other: Call, tensor: Tensor, dim: int, group: WorkerGroup
+    ) -> Tensor:
         ctx.other, ctx.dim, ctx.group = other, dim, group
         return call(tensor, dim, group)
 
@@ -107,12 +125,14 @@ class _PartsFunction(torch.autograd.Function):
 class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: WorkerGroup) -> Tensor:  # noqa: ARG004
+        # A copy, since the sum is made in place, and the caller may still use its tensor.
         total = tensor.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        # All ranks compute the same from the sum, so each already has the whole gradient.
         return gradient, None
 
 
@@ -124,8 +144,11 @@ class _ForAllRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # One sum for all: each takes a round trip, however small.
         total = torch.cat([gradient.flatten() for gradient in gradients])  # in the widest dtype
         distributed.all_reduce(total, group=ctx.group)
         parts = torch.split(total, [gradient.numel() for gradient in gradients])
-        return None, *(part.view_as(gradient).to(gradient.dtype)
-                       for part, gradient in zip(parts, gradients, strict=True))
+        return None, *(
+            part.view_as(gradient).to(gradient.dtype)
+            for part, gradient in zip(parts, gradients, strict=True)
+        )

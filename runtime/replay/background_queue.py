@@ -8,21 +8,21 @@ from functools import cache
 
 import torch
 
+from slipstream.runtime.replay.python_exit import finish_before_exit
+
 Work = Callable[[], None]
 
 
 @cache
 def get_stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:  # noqa: ARG001
-    """Return this process's CUDA stream on a GPU for one purpose.
-
-    Torch hands out 32 streams in turn. If a component took a new one in each generation, it would
-    eventually get a stream in which another component waits.
-    """
+    """Return the CUDA stream that this process uses on a GPU for one purpose."""
+    # Torch hands out 32 streams in turn. If a component took a new one in each generation, it would
+    # eventually get a stream in which another component waits.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class BackgroundQueue:
-    """Queue of one owner's work, done in order, concurrently with the owner's thread.
+    """Queue of functions that run one after another, while the owner's thread goes on.
 
     Parameters
     ----------
@@ -42,39 +42,50 @@ class BackgroundQueue:
         self._pending: deque[tuple[Work, torch.cuda.Event | None]] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # Between the moment when the thread finds the queue empty and its end.
         self._lock = threading.Lock()
-        """Lock between the moment when the thread finds the queue empty and its end."""
 
     @property
     def thread_ident(self) -> int | None:
-        """Identifier of the thread that runs the work (`threading.get_ident`), if any."""
+        """Identifier of the thread that runs the work (`threading.get_ident`); None while idle."""
         thread = self._thread
         return None if thread is None else thread.ident
 
     def submit(self, work: Work) -> None:
-        """Queue work that starts after all earlier work, and after the current stream's kernels.
-        Raises the error of earlier work, if there is one."""
+        """Queue work to run after earlier work, and after kernels that were launched before.
+
+        Raises the error of earlier work or, if work only enqueues kernels, of this one.
+        """
         if self._error is not None:
             self.wait()
-        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        # The work may read what the current stream still computes.
+        ready = (
+            None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        )
         if self._enqueues:
             self._run_work(work, ready)
             return
         with self._lock:
             self._pending.append((work, ready))
+            # A thread ends when the queue is empty, so that an idle queue costs none.
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+                self._thread = threading.Thread(
+                    target=finish_before_exit(self._run), daemon=True, name=self._name
+                )
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all work is done, and raise the error of any. If work only enqueues kernels,
-        the current stream waits instead of the host."""
+        """Wait until all work is done, and raise the error of any that failed.
+
+        If work only enqueues kernels, the current stream waits instead of the host.
+        """
         with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None:
             thread.join()
         if self._enqueues and self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        # Each error is raised once, then the queue is usable again.
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -83,8 +94,7 @@ class BackgroundQueue:
             del error  # its traceback refers to this frame
 
     def discard_pending(self) -> None:
-        """Discard work that has not started; return when the running work has ended. An error of
-        this work is not raised."""
+        """Discard waiting work, and wait for the running work, whose error is not raised."""
         with self._lock:
             self._pending.clear()
         with contextlib.suppress(Exception):
@@ -99,9 +109,11 @@ class BackgroundQueue:
                 work, ready = self._pending.popleft()
             try:
                 self._run_work(work, ready)
+                # Work is done only when the device has executed it: `wait` joins this thread.
                 if self._stream is not None:
                     self._stream.synchronize()
             except BaseException as error:
+                # Later work may depend on what has failed.
                 with self._lock:
                     self._error = error
                     self._pending.clear()

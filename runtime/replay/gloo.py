@@ -14,14 +14,25 @@ from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
-from slipstream.runtime.replay.sockets import Sockets, find_open_sockets, is_any_open, shut_down_sockets
-from slipstream.runtime.replay.torch_groups import GlooDevice, Group, create_gloo_group, open_gloo_devices
+from slipstream.runtime.replay.python_exit import finish_before_exit
+from slipstream.runtime.replay.sockets import (
+    Sockets,
+    find_open_sockets,
+    is_any_open,
+    shut_down_sockets,
+)
+from slipstream.runtime.replay.torch_groups import (
+    GlooDevice,
+    Group,
+    create_gloo_group,
+    open_gloo_devices,
+)
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT, UnreachableError
 
 CLOSE_TIMEOUT_SECONDS = 0.5
-"""Limit on the wait until gloo closes a connection: it takes milliseconds, or never happens."""
-MAX_UNSPLIT_BYTES = 2**15
-"""Largest receive that arrives in one piece. A thread to wait for it would take longer (40 us)."""
+"""Longest wait until gloo closes a connection, which takes milliseconds, or never happens."""
+MAX_UNSPLIT_BYTES = 2**15  # a wait in a thread would cost 40 us
+"""Largest receive, in bytes, that comes in one piece: its wait needs no thread."""
 POLL_SECONDS = 0.0005
 """Interval between checks of connections that are closing."""
 SHUT_REASON = "its connections were shut down"
@@ -31,34 +42,38 @@ class InterruptibleCalls:
     """Calls that wait in gloo until they return or `end_all` is called.
 
     When a connection breaks, gloo fails the transfers that it has not started. It forgets transfers
-    that are half written or half read, or were about to be written, and these wait until their
-    timeout. So does a call that creates a group when a member has died before it could connect.
-    Therefore each such call runs in a thread of its own, and the thread that needs the result waits
-    for that thread or for `end_all`.
+    that are half written or half read, or were about to be written: calls that await them return
+    only after their timeout. The same happens to a call that creates a group if a member dies
+    before it connects. Therefore each call runs in a thread of its own, which can be left behind.
     """
 
     def __init__(self) -> None:
         self._idle: list[_CallThread] = []
         self._open_calls: set[_WaitingCall] = set()
         self.ended = False
+        # Returns whether a connection that was shut down is not closed yet.
         self._is_closing: Callable[[], bool] = lambda: True
-        """Function that returns whether a connection that was shut down is not closed yet."""
+        # With this lock, either `end_all` sees a new wait, or the wait sees that all have ended.
         self._lock = threading.Lock()
-        """Lock by which `end_all` sees each wait, or the wait sees that."""
 
     def run_call(self, call: Callable[[], object]) -> None:
-        """Run a call in its own thread, and wait until it or `end_all`. Raises RuntimeError if the
-        call does, or if its wait was ended."""
+        """Run a call in another thread, and wait until it returns or `end_all` is called.
+
+        Raises the error of the call, and RuntimeError if `end_all` came first.
+        """
+        # Give the call to an idle thread or a new one.
         waiting = _WaitingCall(call)
         with self._lock:
             if not self.ended:
                 self._open_calls.add(waiting)
             waiter = self._idle.pop() if self._idle else _CallThread()
-        waiter.queue.put(waiting)
+        waiter.queue.put(finish_before_exit(_make_call, waiting))
         if not self.ended:
             waiting.released.acquire()
+        # Released by `end_all`: gloo may still write to tensors while connections close.
         if not waiting.is_done:
             self._wait_for_closing(waiting)
+        # A thread whose call has not returned is not reused; it ends when the call does.
         with self._lock:
             self._open_calls.discard(waiting)
             if waiting.is_done and not self.ended:
@@ -74,24 +89,27 @@ class InterruptibleCalls:
             raise RuntimeError(SHUT_REASON)
 
     def end_all(self, cut: Callable[[], Sockets]) -> None:
-        """Break all connections, and end all waits once they are closed. The function `cut` breaks
-        the connections and returns their sockets."""
+        """Break connections, and end all waits once these connections are closed.
+
+        `cut` breaks them, and returns their sockets.
+        """
+        # Refuse new waits first: none may begin after the connections are broken.
         with self._lock:
             self.ended = True
             waits, self._open_calls = self._open_calls, set()
             idle, self._idle = self._idle, []
         shut = cut()
         self._is_closing = lambda: is_any_open(shut)
+        # Release the waiting threads, and end the threads that no call needs any more.
         for waiting in waits:
             waiting.release()
         for waiter in idle:
             waiter.queue.put(None)
 
-    def _wait_for_closing(self, one: "_WaitingCall") -> None:
-        """Wait until connections are closed, or the call returns; gloo may write until then."""
-        # The wait lasts at most `CLOSE_TIMEOUT_SECONDS`.
+    def _wait_for_closing(self, call: "_WaitingCall") -> None:
+        # A limit, as gloo never closes a connection whose thread is stuck.
         deadline = time.monotonic() + CLOSE_TIMEOUT_SECONDS
-        while not one.is_done and self._is_closing() and time.monotonic() < deadline:
+        while not call.is_done and self._is_closing() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
@@ -112,60 +130,65 @@ class _WaitingCall:
 
 
 class _CallThread:
-    """A thread that runs waiting calls, one after the other."""
-
     def __init__(self) -> None:
-        self.queue = SimpleQueue[_WaitingCall | None]()
+        self.queue = SimpleQueue[Callable[[], None] | None]()
         threading.Thread(target=self._run, daemon=True, name="waiting for gloo").start()
 
     def _run(self) -> None:
-        while (waiting := self.queue.get()) is not None:
-            try:
-                waiting.call()
-            except Exception as error:
-                waiting.error = error
-            waiting.is_done = True
-            waiting.release()
-            del waiting
+        while (make_call := self.queue.get()) is not None:
+            make_call()
+
+
+def _make_call(waiting: _WaitingCall) -> None:
+    try:
+        waiting.call()
+    except Exception as error:
+        waiting.error = error
+    waiting.is_done = True
+    waiting.release()
+    del waiting  # the traceback of the error refers to this frame
 
 
 class GlooWork:
-    """A pending operation of a group, whose wait `InterruptibleCalls.end_all` ends."""
+    """A pending operation of a group; `InterruptibleCalls.end_all` ends waits for it."""
 
     def __init__(self, work: Work, waits: InterruptibleCalls) -> None:
         self._work = work
         self._waits = waits
 
     def wait(self) -> None:
-        """Wait until the operation is done. Raises RuntimeError if it fails, or the wait was
-        ended."""
+        """Wait until the operation is done. Raises RuntimeError, also if the wait is ended."""
         self._waits.run_call(self._work.wait)
 
 
 class GlooGroup:
-    """A process group over gloo.
+    """A process group over gloo, whose release and waits block no thread of the caller.
 
-    Torch's destructor of a group waits for all pending operations, and so without limit for those
-    that gloo has forgotten. It runs in the thread that drops the last reference, which can be any
-    thread at any time: an exception that refers to itself through its traceback keeps the variables
-    of its frames until Python's garbage collector runs. Therefore torch's group is released by
-    `close`, or in a thread of its own.
+    Torch's destructor of a group waits for all pending operations, without limit for those that
+    gloo has forgotten. The destructor runs in the thread that drops the last reference, which can
+    be any thread at any time: an exception that refers to itself through its traceback keeps the
+    variables of its frames until Python's garbage collector runs. Therefore torch's group is
+    released by `close`, or in a thread of its own.
     """
 
     def __init__(self, waits: InterruptibleCalls) -> None:
         self._torch_group_slot: list[Group] = []
-        """Torch's group, to which no other object keeps a reference, or nothing after `close`."""
+        """List of torch's group, to which no other object refers; empty after `close`."""
         self.waits = waits
 
     def join_members(self, meeting: GroupRendezvous, devices: Sequence[GlooDevice]) -> None:
-        """Create torch's group over gloo's listening sockets, when all members have joined. Raises
-        RuntimeError if one does not."""
-        self._torch_group_slot.append(create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT,
-                                                        devices))
+        """Create torch's group with all members, over the network interfaces `devices`.
+
+        Raises RuntimeError if a member does not join.
+        """
+        self._torch_group_slot.append(
+            create_gloo_group(meeting.keys, meeting.rank, meeting.size, TRANSFER_TIMEOUT, devices)
+        )
 
     def __del__(self) -> None:
-        if self._torch_group_slot:  # no thread of `threading`: its locks may be held where the collector comes
-            _thread.start_new_thread(self._torch_group_slot.clear, ())
+        # No thread of `threading`: its locks may be held where the collector comes.
+        if self._torch_group_slot:
+            _thread.start_new_thread(finish_before_exit(self._torch_group_slot.clear), ())
 
     def close(self) -> None:
         """Release torch's group. May wait without limit."""
@@ -173,14 +196,21 @@ class GlooGroup:
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
         """Return a method of torch's group, such as `send`, whose waits can be ended."""
+        # The operation begins in the caller's thread; only the wait for it needs another.
         begin = getattr(self._open_group, name)
         return lambda *arguments: self._as_interruptible(begin(*arguments))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
-        """Start to receive tensors from rank `source`, which sends them with the same `tag`.
-        `InterruptibleCalls` can end a wait for the returned work, unless the tensors are small."""
+        """Start to receive from rank `source` what it sends with `tag`.
+
+        Returns work whose wait `end_all` can end, except if the tensors have together at most
+        `MAX_UNSPLIT_BYTES`.
+        """
         work = self._open_group.recv(tensors, source, tag)
-        return work if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES else self._as_interruptible(work)
+        # These are never half read when a connection breaks, so gloo does not forget them.
+        if sum(tensor.nbytes for tensor in tensors) <= MAX_UNSPLIT_BYTES:
+            return work
+        return self._as_interruptible(work)
 
     @property
     def _open_group(self) -> Group:
@@ -195,11 +225,9 @@ class GlooGroup:
 class GlooBackend:
     """Gloo backend, whose abort shuts down the sockets of all groups.
 
-    It ends the waits that gloo forgets, too. Gloo releases a blocked transfer only when its
-    connection closes; it has no call for that. The sockets are those that were opened while groups
-    were created, so an abort affects all groups. Groups share a listening socket and its thread.
-    Groups created after an abort get new ones, because gloo may be stuck
-    (`runtime.replay.stuck_calls`).
+    An abort also ends waits that gloo has forgotten. Gloo does not tell which sockets belong to a
+    group: an abort shuts down all that were opened while groups were created. Groups share a
+    listening socket and its thread.
     """
 
     ordered = False
@@ -209,51 +237,58 @@ class GlooBackend:
         self._waits = InterruptibleCalls()
         """Calls that wait in the groups over the current listening sockets."""
         self._exempt_sockets: Callable[[], Sockets] = frozenset
+        # Sockets that were open when the creation of groups began; None outside of it.
         self._sockets_before: Sockets | None = None
-        """Sockets that were open when the creation of groups began; None while none are created."""
+        # Sockets that were opened since, while groups were created.
         self._sockets: Sockets = frozenset()
 
     @contextlib.contextmanager
-    def creating_groups(self, spared: Callable[[], Sockets]) -> Iterator[None]:
+    def creating_groups(self, exempt_sockets: Callable[[], Sockets]) -> Iterator[None]:
         """Return a context manager within which `create_group` must be called.
 
-        An abort shuts down the sockets that are opened within it, except those that `spared`
-        returns at the time of the abort.
+        An abort spares the sockets that `exempt_sockets` returns then. See `Backend`.
         """
-        self._exempt_sockets, self._sockets_before = spared, find_open_sockets()
+        self._exempt_sockets, self._sockets_before = exempt_sockets, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
         try:
             yield
         finally:
-            self._sockets, self._sockets_before = self._sockets | (find_open_sockets() - self._sockets_before), None
+            # Gloo does not tell which sockets it opens: those that are new now belong to groups.
+            new_sockets = find_open_sockets() - self._sockets_before
+            self._sockets, self._sockets_before = self._sockets | new_sockets, None
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a process group; return it when all members have joined. Raises RuntimeError."""
-        group_here = GlooGroup(self._waits)
+        group = GlooGroup(self._waits)
         try:
             self._devices = self._devices or open_gloo_devices()
         except RuntimeError as error:  # as with a network interface that does not exist
             raise UnreachableError(first_line(error)) from error
-        group_here.waits.run_call(partial(group_here.join_members, meeting, [*self._devices]))
-        return cast(Group, group_here)
+        # In another thread, as gloo waits for members that have died until its timeout.
+        group.waits.run_call(partial(group.join_members, meeting, [*self._devices]))
+        return cast(Group, group)
 
     def allow_reuse(self, group: Group) -> None:
         """Do nothing; groups over gloo are not reused."""
 
     def abort_groups(self, groups: Collection[Group]) -> None:  # noqa: ARG002
         """Shut down the connections of all groups, not only of `groups`, and end their waits."""
+        # Groups created from now on get new listening sockets, because gloo may be stuck
+        # (`runtime.replay.stuck_calls`).
         waits, self._waits, self._devices = self._waits, InterruptibleCalls(), []
         waits.end_all(self.cut_connections)
 
     def cut_connections(self) -> Sockets:
-        """Break all connections, as a network failure would, and return their sockets."""
-        before = self._sockets_before
-        return shut_down_sockets((self._sockets if before is None else self._sockets | (find_open_sockets() - before))
-                                 - self._exempt_sockets())
+        """Break all connections, as a network failure would; return their sockets."""
+        before, sockets = self._sockets_before, self._sockets
+        # While groups are created, their sockets are not in the list yet.
+        if before is not None:
+            sockets = sockets | (find_open_sockets() - before)
+        return shut_down_sockets(sockets - self._exempt_sockets())
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why the group is no longer usable, or None if it is. See `Backend`."""
+        """Return why a group is no longer usable; None if it is usable. See `Backend`."""
         return SHUT_REASON if cast(GlooGroup, group).waits.ended else None
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:  # noqa: ARG002
@@ -261,7 +296,7 @@ class GlooBackend:
         return True
 
     def count_started(self, group: Group) -> int:  # noqa: ARG002
-        """Return 0, as groups over gloo are not reused."""
+        """Return 0: operations are not counted, as groups over gloo are not reused."""
         return 0
 
     def close_groups(self, groups: Collection[Group]) -> None:

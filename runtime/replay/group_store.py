@@ -1,10 +1,10 @@
 """Keep the addresses of a process group's members under keys of the run's store.
 
 Torch would open a separate connection for each group, and each end would ask the name server for
-the name of the other end (`::ffff:127.0.0.1` is in no hosts file) before a byte is sent. If a
-packet to the name server is lost, that takes 5 seconds in the middle of a recovery. In addition, a
-wait in this store can be ended, and the values of all ranks are fetched at once: gloo asks for one
-rank after the other, with three requests each, which takes long if node 0 is far.
+the name of the other end (`::ffff:127.0.0.1` is in no hosts file). A lost packet to the name server
+takes 5 seconds in the middle of a recovery. In addition, a wait in this store can be ended, and the
+values of all ranks are fetched at once: gloo asks for one rank after the other, with three requests
+each.
 """
 
 import re
@@ -17,9 +17,11 @@ from torch.distributed import DistStoreError
 from slipstream.runtime.replay.torch_groups import Store, TCPStore
 
 FIRST_PAUSE_SECONDS = 0.0005
+"""Pause after the first poll for a key."""
 LONGEST_PAUSE_SECONDS = 0.005
+"""Longest pause between polls."""
 PAUSE_GROWTH = 1.25
-"""Growth factor of pauses between polls, by which a wait may be too long."""
+"""Factor by which each pause between polls is longer than the one before."""
 _ORDER_KEY = re.compile(r"order(\d+)/")
 
 
@@ -29,7 +31,7 @@ def order_key_prefix(order: int) -> str:
 
 
 def delete_old_orders(store: TCPStore, before: int) -> None:
-    """Delete the keys in the run's store of orders before number `before`, and no others."""
+    """Delete the keys of all orders before number `before` from the run's store."""
     for key in store.list_keys():
         match = _ORDER_KEY.match(key)
         if match and int(match[1]) < before:
@@ -46,14 +48,20 @@ class GroupStore(Store):
     wait_for
         Longest wait for the value of a key.
     require
-        Function that raises an error to end a wait; called often.
+        Function that is called at each poll, and whose error ends the wait.
     ranks
         Number of members. A wait for the key `NAME/RANK` of one rank waits for the keys of all
         ranks.
     """
 
-    def __init__(self, store: Store, prefix: str, wait_for: timedelta, require: Callable[[], None],
-                 ranks: int = 1) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        wait_for: timedelta,
+        require: Callable[[], None],
+        ranks: int = 1,
+    ) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
@@ -61,7 +69,6 @@ class GroupStore(Store):
         self._require = require
         self._ranks = ranks
         self._values: dict[str, bytes] = {}
-        """Values that this process has set or fetched, by key."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """Set the value of a key that has none."""
@@ -69,12 +76,16 @@ class GroupStore(Store):
         self._values[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of a key, and return it. Raises DistStoreError."""
+        """Wait for the value of a key, and return it.
+
+        Raises DistStoreError after the time `wait_for`, and any error of the function `require`.
+        """
         self.wait([key])
         return self._values[key]
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Set a value unless another member has set one; return what is stored for good."""
+        """Set a key's value unless it has one; return the value that it has then."""
+        # The store compares and sets at once, so members that decide differently get one answer.
         return bytes(self._store.compare_set(self._prefix + key, "", value.decode()))
 
     def add(self, key: str, amount: int) -> int:
@@ -86,25 +97,35 @@ class GroupStore(Store):
         return self._store.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all `keys` have values, and keep these for `get`. Raises any error of
-        `require`, and DistStoreError after `timeout` (None: `wait_for`)."""
-        missing = sorted({other for key in keys for other in self._keys_of_all_ranks(key)} - self._values.keys())
+        """Wait until all `keys` have values, and keep these for `get`.
+
+        Raises any error of `require`, and DistStoreError after `timeout` (None: `wait_for`).
+        """
+        # Values are set once, so those that were fetched stay valid.
+        wanted = {rank_key for key in keys for rank_key in self._keys_of_all_ranks(key)}
+        missing = sorted(wanted - self._values.keys())
         if not missing:
             return
         deadline = time.monotonic() + (timeout or self._wait_for).total_seconds()
         pause = FIRST_PAUSE_SECONDS
+        # Polled, as torch's own wait cannot be ended by another thread.
         while not self.check(missing):
             self._require()
             if time.monotonic() > deadline:
                 raise DistStoreError(f"timed out waiting for {', '.join(keys)}")
             time.sleep(pause)
             pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE_SECONDS)
-        self._values.update(zip(missing, self._store.multi_get([self._prefix + key for key in missing]), strict=True))
+        # One request for the values of all ranks.
+        values = self._store.multi_get([self._prefix + key for key in missing])
+        self._values.update(zip(missing, values, strict=True))
 
     def drop_end_check(self) -> None:
-        """Stop calling `require`, after all members have joined: nothing waits here any more."""
+        """Stop calling `require` in waits, as all members have joined."""
         self._require = lambda: None
 
     def _keys_of_all_ranks(self, key: str) -> list[str]:
+        # Gloo asks for the ranks in turn: with the first, all values are fetched.
         name, slash, rank = key.rpartition("/")
-        return [f"{name}/{other}" for other in range(self._ranks)] if slash and rank.isdecimal() else [key]
+        if not slash or not rank.isdecimal():
+            return [key]
+        return [f"{name}/{other}" for other in range(self._ranks)]

@@ -1,4 +1,4 @@
-"""Pass tensors, or tuples of them, from layer to layer, sent as one."""
+"""Handle the values between layers: tensors, or tuples that are sent as one tensor."""
 
 import functools
 from collections import namedtuple
@@ -12,7 +12,7 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 """Tensor or tuple of tensors, of which floating-point ones get gradients."""
 _ALIGNMENT = 16
-"""Alignment, in bytes, of each tensor within the one that carries them."""
+"""Alignment in bytes of each tensor within the tensor into which `pack_value` packs them."""
 
 
 class TensorForm(NamedTuple):
@@ -39,7 +39,7 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 
 
 def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
-    """Return a value of the same structure with other tensors."""
+    """Return a value of the same structure, with `tensors` in place of its own."""
     if isinstance(value, Tensor):
         return tensors[0]
     return _build_tuple(getattr(value, "_fields", ()), tensors)
@@ -47,23 +47,32 @@ def with_tensors(value: Value, tensors: Sequence[Tensor]) -> Value:
 
 def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     """Return a value of the same structure, with `change` applied to each tensor."""
-    return change(value) if isinstance(value, Tensor) else with_tensors(value, list(map(change, value)))
+    return (
+        change(value)
+        if isinstance(value, Tensor)
+        else with_tensors(value, list(map(change, value)))
+    )
 
 
 def as_layer_input(value: Value) -> Value:
-    """Return a value as the next layer takes it, in the runtime's own class. So layers get the same
-    class whether the layer before ran on this worker or on another."""
+    """Return a value as the next layer would get it from another worker.
+
+    A tuple of another class becomes a named tuple if it has fields, else a plain one. The tensors
+    stay the same.
+    """
     return with_tensors(value, tensors_of(value))
 
 
 def form_of(value: Value) -> Form:
-    """Return the shapes and dtypes of a value's tensors, and any field names."""
+    """Return a value's form: shapes and dtypes of its tensors, and a named tuple's fields."""
     forms = tuple(TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value))
-    return forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
+    return (
+        forms[0] if isinstance(value, Tensor) else TupleForm(forms, getattr(value, "_fields", ()))
+    )
 
 
 def build_value(form: Form, tensors: Sequence[Tensor]) -> Value:
-    """Return tensors as the value that `form` describes, without checking shapes and dtypes."""
+    """Return `tensors`, unchecked, as a value of the structure that `form` describes."""
     return tensors[0] if isinstance(form, TensorForm) else _build_tuple(form.fields, tensors)
 
 
@@ -75,19 +84,24 @@ def allocate_value(form: Form, make: Callable[[tuple[int, ...], torch.dtype], Te
 
 
 def has_gradient(of: Tensor | TensorForm) -> bool:
-    """Return whether a tensor between layers has a dtype that gets a gradient."""
+    """Return whether a tensor between layers gets a gradient, which depends on its dtype."""
     return of.dtype.is_floating_point or of.dtype.is_complex
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the form of the gradient of a value, of tensors that get one."""
-    return form if isinstance(form, TensorForm) else TupleForm(tuple(filter(has_gradient, form.tensors)))
+    """Return the form of a value's gradient, which has no tensor for integers and booleans."""
+    return (
+        form
+        if isinstance(form, TensorForm)
+        else TupleForm(tuple(filter(has_gradient, form.tensors)))
+    )
 
 
 def carrier_form(form: Form) -> TensorForm:
-    """Return shape and dtype of the tensor into which `pack_value` packs such a value."""
+    """Return shape and dtype of the one tensor into which `pack_value` packs a value."""
     if isinstance(form, TensorForm):
         return form
+    # A tuple of one tensor travels as this tensor, without a copy.
     if len(form.tensors) == 1:
         return form.tensors[0]
     return TensorForm((_tensor_offsets(form)[-1],), torch.uint8)
@@ -99,6 +113,7 @@ def pack_value(value: Value) -> Tensor:
         return value
     if len(value) == 1:
         return value[0]
+    # One tensor of bytes, so that a tuple takes one transfer.
     form = form_of(value)
     assert isinstance(form, TupleForm)
     carrier = torch.empty(_tensor_offsets(form)[-1], dtype=torch.uint8, device=value[0].device)
@@ -117,14 +132,17 @@ def unpack_value(carrier: Tensor, form: Form) -> Value:
 
 
 def _carrier_views(carrier: Tensor, form: TupleForm) -> list[Tensor]:
-    return [carrier.narrow(0, offset, _tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
-            for tensor, offset in zip(form.tensors, _tensor_offsets(form), strict=False)]
+    return [
+        carrier.narrow(0, offset, _tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
+        for tensor, offset in zip(form.tensors, _tensor_offsets(form), strict=False)
+    ]
 
 
 def _tensor_offsets(form: TupleForm) -> list[int]:
-    """Return the offset in bytes of each tensor in their carrier, then its length."""
-    return list(accumulate((-(-_tensor_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for tensor in form.tensors),
-                           initial=0))
+    """Return each tensor's offset in bytes in the packed tensor, then the packed length."""
+    # Rounded up, as a view of another dtype must be aligned.
+    sizes = (-(-_tensor_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for tensor in form.tensors)
+    return list(accumulate(sizes, initial=0))
 
 
 def _tensor_bytes(form: TensorForm) -> int:
@@ -135,6 +153,7 @@ def _build_tuple(fields: tuple[str, ...], tensors: Sequence[Tensor]) -> tuple[Te
     return _tuple_class(fields)(*tensors) if fields else tuple(tensors)
 
 
+# Cached, so that tuples of equal fields have one class.
 @functools.cache
 def _tuple_class(fields: tuple[str, ...]) -> Callable[..., Any]:
     return namedtuple("Passed", fields)  # the user's model names the fields

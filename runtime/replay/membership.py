@@ -15,20 +15,19 @@ GradientKey = LayerRange | str
 
 
 def worker_of_process(process: str) -> Worker:
-    """Return the worker of a process, given as `Membership.peer_process` names it."""
+    """Return the worker of a process from the name of the process, such as `1.2:0`."""
     return Worker.parse(process.partition(":")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupConnection:
-    """Connection that carries the tensors of a worker's process group during one generation."""
+    """Connection between the processes of one worker during one generation."""
 
     backend: Any
     """Backend of torch.distributed for these ranks, to which calls are passed on."""
     guard: Callable[[str], AbstractContextManager[None]]
-    """Function that returns a context for a described collective, which converts errors."""
+    """Function of a call's description; in its context, errors become CommunicationError."""
     device: torch.device
-    """Device on which this rank computes."""
     staged: bool
     """True if tensors pass through host memory."""
 
@@ -50,25 +49,28 @@ class Ranks(Protocol):
 
 
 class Membership(NamedTuple):
-    """Members of one generation, and which of them this worker is."""
+    """Members of one generation; this process belongs to the member `worker`."""
 
     order: int
-    """Number of the order that started the generation."""
     ranks: Mapping[Worker, int]
     """Rank of each member, from 0 upwards; equal at every member."""
     worker: Worker
     group: Ranks | None = None
-    """Processes of this worker if it has several, each of which meets its rank in other workers."""
+    """Processes of this worker, each connected to its rank in other workers; None: only one."""
 
     def peer_process(self, worker: Worker) -> str:
-        """Return the name of a worker's process of this one's rank."""
+        """Return the name of the process of `worker` that has this process's rank."""
         return f"{worker}:{0 if self.group is None else self.group.rank()}"
 
     def processes_of_worker(self, worker: Worker) -> tuple[str, ...]:
-        """Return the names of all processes of a worker, by rank."""
-        return tuple(f"{worker}:{rank}" for rank in range(1 if self.group is None else self.group.size()))
+        """Return the names of all processes of a worker, in the order of their ranks."""
+        processes = 1 if self.group is None else self.group.size()
+        return tuple(f"{worker}:{rank}" for rank in range(processes))
 
     def all_processes(self) -> tuple[str, ...]:
-        """Return the names of all members' processes, by members' and then processes' ranks."""
-        return tuple(process for worker in sorted(self.ranks, key=self.ranks.__getitem__)
-                     for process in self.processes_of_worker(worker))
+        """Return the names of all members' processes, ordered by member, then by rank."""
+        return tuple(
+            process
+            for worker in sorted(self.ranks, key=self.ranks.__getitem__)
+            for process in self.processes_of_worker(worker)
+        )

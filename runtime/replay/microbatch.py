@@ -12,14 +12,19 @@ class Microbatch(NamedTuple):
 
 
 class SamplesRead(NamedTuple):
-    """Number of samples that all iterations before `iteration` have read. Runs on other grids read
-    other numbers of samples in an iteration, so the number is stored and not computed."""
+    """Number of samples that all iterations before `iteration` have read.
+
+    Jobs with other grids may have run some of these iterations.
+    """
 
     iteration: int
     samples: int
 
     def count_before(self, iteration: int, samples_per_iteration: int) -> int:
-        """Return the samples read before an iteration, with so many in each of this run."""
+        """Return how many samples all iterations before `iteration` have read.
+
+        From the recorded iteration on, each iteration reads `samples_per_iteration`.
+        """
         return self.samples + (iteration - self.iteration) * samples_per_iteration
 
 

@@ -19,51 +19,60 @@ from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
+from slipstream.runtime.replay.python_exit import finish_before_exit
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, create_nccl_group
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
 
 HIGHEST_PRIORITY = -100
-"""Priority of the drawn CUDA streams, of which torch takes the nearest, as for communicators."""
+"""Priority of the streams to draw; torch lowers it to its highest, as for communicators."""
 MAX_STREAMS = 256
-"""Largest number of streams in torch's pool, if given out in turn."""
+"""Largest number of streams that are drawn to learn which ones torch's pool has."""
 
 
 class StreamRotation:
-    """Chooser of CUDA streams: a new communicator gets one that no other uses. The function `draw`
-    takes the pool's next stream, and returns its identity."""
+    """Chooser of CUDA streams of torch's pool, so that no two communicators share one.
+
+    The function `draw` takes the pool's next stream.
+    """
 
     def __init__(self, draw: Callable[[], int]) -> None:
         self._draw = draw
+        # Streams of the pool, in the order in which they are drawn.
         self._streams: list[int] = []
-        """All streams of the pool, in the order in which they are drawn."""
+        # By communicator, so that a closed one frees its streams.
         self._used: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
-        """Streams that each live communicator may have."""
         self._lock = threading.Lock()
 
     @contextmanager
     def reserve_stream(self, communicator: object) -> Iterator[None]:
-        """Give the communicator that connects within this context its own stream, if one is
-        free."""
+        """Let a communicator that connects in this context get an unused stream if possible."""
         with self._lock:
             before = self._skip_used()
         try:
             yield
         finally:
             with self._lock:
+                # What torch drew for the communicator lies between the two positions.
                 after = self._draw_next()
                 count = len(self._streams)
                 # Streams that another thread drew meanwhile count as used by both communicators.
                 self._used[communicator] = frozenset(
-                    self._streams[(before + 1 + step) % count] for step in range((after - before - 1) % count))
+                    self._streams[(before + 1 + step) % count]
+                    for step in range((after - before - 1) % count)
+                )
 
     def _skip_used(self) -> int:
-        """Draw streams until the pool's next one is unused. Return the index of the last drawn."""
+        """Draw streams until the pool's next one is unused; return the last one's index."""
+        # The first time, draw a whole turn to learn the streams of the pool.
         if not self._streams:
             self._streams.append(self._draw())
             while (stream := self._draw()) != self._streams[0] and len(self._streams) < MAX_STREAMS:
                 self._streams.append(stream)
-        place, used = self._draw_next(), {stream for streams in self._used.values() for stream in streams}
+        # Find the pool's present position: only drawing tells it.
+        place = self._draw_next()
+        used = {stream for streams in self._used.values() for stream in streams}
+        # At most one turn: if all streams are used, the next one is as good as any.
         for _ in self._streams:
             if self._streams[(place + 1) % len(self._streams)] not in used:
                 break
@@ -73,32 +82,42 @@ class StreamRotation:
     def _draw_next(self) -> int:
         """Draw the pool's next stream, and return its index in the order of the pool."""
         stream = self._draw()
+        # Torch's pool has 32 streams. Of one with more than MAX_STREAMS, positions stay unknown:
+        # any number does, and streams may then be shared.
         return self._streams.index(stream) if stream in self._streams else 0
 
 
 @cache
 def get_stream_rotation(device: torch.device) -> StreamRotation:
     """Return the object that chooses the streams of this process's communicators on a GPU."""
-    return StreamRotation(lambda: torch.cuda.Stream(device, HIGHEST_PRIORITY).cuda_stream)  # type: ignore[no-untyped-call]
+
+    def draw() -> int:
+        stream = torch.cuda.Stream(device, HIGHEST_PRIORITY)  # type: ignore[no-untyped-call]
+        return stream.cuda_stream
+
+    return StreamRotation(draw)
 
 
 ABORT_GRACE_SECONDS = 0.02
-"""Time for a communicator to end before an abort; a new one takes longer."""
+"""Seconds that pending operations get to end by themselves before an abort."""
 ABORT_RETRY_SECONDS = 0.05
-"""Interval between attempts to abort."""
+"""Seconds between attempts to abort."""
 POLL_SECONDS = 0.001
-"""Interval between checks if the device has finished."""
+"""Seconds between checks whether the device has finished."""
 DECISION_KEY = "decision"
 """Key by which the members of a new group agree on whether they connect."""
-CONNECT, LEAVE = b"connect", b"leave"
+CONNECT = b"connect"
+"""Decision of the members of a new group that all of them connect."""
+LEAVE = b"leave"
+"""Decision that none of them connects, as one has left."""
 
 
 class OperationRefusedError(RuntimeError):
-    """Error for an operation that is to be started after the generation has ended."""
+    """Error for an operation that would start after its generation has ended."""
 
 
 class Communicator:
-    """A process group over NCCL, and its pending operations.
+    """A process group over NCCL that any thread can abort, and its pending operations.
 
     Calls return at once, and the device executes the operations in their order, so all have ended
     when the last one has. If a member dies or does not take part, the device waits for it without
@@ -112,33 +131,28 @@ class Communicator:
 
     def __init__(self, nccl: NcclGroup) -> None:
         self._nccl = nccl
+        # True while a thread starts an operation.
         self._in_call = False
-        """True while a thread is in a call that starts an operation."""
         self._last_work: Work | None = None
-        """Operation that was started last."""
+        # The operation for which a thread waits, or has waited; and the latest that has ended.
         self._watched_work: Work | None = None
-        """Operation for which a thread waits, or has waited."""
         self._ended_work: Work | None = None
-        """Last operation that the device is known to have ended."""
         self._generation_ended = False
-        """True if the generation that used the communicator last has ended."""
+        # True until it is decided whether the end of a generation aborts the communicator.
         self._abort_undecided = False
-        """True until it is decided if the end of a generation aborts the communicator."""
         self._failure: str | None = None
         self._aborting = False
-        """True once the abort has started."""
         self.started_count = 0
         """Number of operations that this member has started."""
+        # Set also when the generation ends, since the result of connecting is then not needed.
         self._connecting_ended = threading.Event()
-        """Event set when connecting has ended, or its result is not needed."""
 
     def connect(self, *, directed: bool) -> None:
-        """Connect all members; return when they are connected. Raises RuntimeError.
+        """Connect all members; if `directed`, only the first sends, and the second receives.
 
-        If a member dies, connecting ends by itself with an error. It runs in a thread of its own,
-        which is abandoned when the generation ends. If `directed`, the first of two members will
-        only send to the second one.
+        Raises RuntimeError if connecting fails, and OperationRefusedError if the generation ends.
         """
+        # In a thread of its own, which is abandoned when the generation ends.
         self.start_connecting(directed=directed)
         self._connecting_ended.wait()
         self._raise_if_ended()
@@ -146,39 +160,49 @@ class Communicator:
             raise RuntimeError(self._failure)
 
     def start_connecting(self, *, directed: bool) -> None:
-        """Start to connect all members in a thread, which aborts if the generation ends. `directed`
-        is as in `connect`."""
-        threading.Thread(target=self._connect_and_probe, args=(directed,), daemon=True, name="connecting").start()
+        """Start to `connect`, `directed` or not, in a thread.
+
+        The thread aborts the communicator if the generation ends.
+        """
+        threading.Thread(
+            target=finish_before_exit(self._connect_and_probe, directed),
+            daemon=True,
+            name="connecting",
+        ).start()
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
         """Return the method of torch's group that starts an operation: `send`, `allreduce`, ..."""
         return partial(self._start_operation, getattr(self._nccl.group, name))
 
     def failure_reason(self) -> str | None:
-        """Return why the communicator is no longer usable, or None if it is usable."""
+        """Return why the communicator is no longer usable; None if it is usable."""
         return self._failure or self._nccl.watchdog_error()
 
     def allow_reuse(self) -> None:
-        """Accept operations again, of another generation."""
+        """Accept operations again, for another generation."""
         self._generation_ended = False
 
     def refuse_operations(self) -> None:
-        """Refuse new operations, as the generation has ended. The caller must then call
-        `abort_unless_quiescent` in another thread."""
+        """Refuse new operations; `abort_unless_quiescent` must follow in another thread."""
         self._abort_undecided, self._generation_ended = True, True
         self._connecting_ended.set()
 
     def abort_unless_quiescent(self) -> None:
-        """Abort the communicator if operations are pending after a grace period, or failed."""
+        """Abort the communicator if an operation has failed, or is pending after a grace period."""
+        # Most communicators end by themselves within a moment, and stay usable.
         deadline = time.monotonic() + ABORT_GRACE_SECONDS
         while not (over := self._has_device_ended()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+        # A failed operation ends at some members only: the communicator is of no more use.
         if not over or self._nccl.watchdog_error() is not None:
             self.abort()
         self._abort_undecided = False
 
     def is_quiescent(self) -> bool:
-        """Return whether the device has ended all operations; each call starts a check."""
+        """Return whether the device has ended all operations, as far as the last check found.
+
+        Each call starts another check.
+        """
         return not self._abort_undecided and self._has_device_ended()
 
     def abort(self) -> None:
@@ -186,17 +210,28 @@ class Communicator:
         self._generation_ended = True
         self._connecting_ended.set()
         self._failure = self._failure or "it was aborted"
+        # NCCL's abort may block, and one is enough.
         if not self._aborting:
             self._aborting = True
-            threading.Thread(target=self._abort_group, daemon=True, name="aborting").start()
+            threading.Thread(
+                target=finish_before_exit(self._abort_group), daemon=True, name="aborting"
+            ).start()
 
     def _connect_and_probe(self, directed: bool) -> None:
-        """Connect, and run one operation, in which NCCL creates what the first one needs."""
+        """Connect, and run one operation, so that NCCL creates what a first operation needs.
+
+        If `directed`, the first of two members sends to the second; otherwise all take part.
+        """
         device = self._nccl.device
         try:
-            with get_stream_rotation(device).reserve_stream(self) if device.type == "cuda" \
-                    else contextlib.nullcontext():
+            # Connecting takes the pool's next stream.
+            with (
+                get_stream_rotation(device).reserve_stream(self)
+                if device.type == "cuda"
+                else contextlib.nullcontext()
+            ):
                 self._nccl.connect()
+            # Probe in the direction that is used, with what all members can do without a deadlock.
             operand = torch.zeros(1, device=device)
             if not directed:
                 work = self._start_operation(self._nccl.group.allreduce, [operand])
@@ -214,12 +249,18 @@ class Communicator:
             self.abort()
 
     def _has_device_ended(self) -> bool:
+        # A call that has begun may still set the last operation.
         if self._in_call:
             return False
         last = self._last_work
+        # One thread for each last operation, however often this is asked.
         if last is not None and self._watched_work is not last:
             self._watched_work = last
-            threading.Thread(target=self._wait_for_work, args=(last,), daemon=True, name="waiting for NCCL").start()
+            threading.Thread(
+                target=finish_before_exit(self._wait_for_work, last),
+                daemon=True,
+                name="waiting for NCCL",
+            ).start()
         return self._ended_work is last
 
     def _wait_for_work(self, work: Work) -> None:
@@ -230,6 +271,7 @@ class Communicator:
         self._ended_work = work
 
     def _abort_group(self) -> None:
+        # Repeated: an abort has no effect before the communicator is connected.
         deadline = time.monotonic() + TRANSFER_TIMEOUT.total_seconds()
         while time.monotonic() < deadline:
             with contextlib.suppress(RuntimeError):  # not connected yet
@@ -239,7 +281,8 @@ class Communicator:
             time.sleep(ABORT_RETRY_SECONDS)  # a thread was about to start an operation
 
     def _start_operation(self, call: Callable[..., Work], *arguments: Any) -> Work:
-        # The thread that ends the order sets `_generation_ended`, then reads `_in_call`: one of the two sees the other.
+        # The thread that ends the order sets `_generation_ended`, then reads `_in_call`: one of the
+        # two sees the other.
         self._in_call = True
         try:
             self._raise_if_ended()
@@ -260,31 +303,37 @@ class Communicator:
 
 
 class NcclBackend:
-    """NCCL backend, whose abort concerns communicators with pending operations only."""
+    """NCCL backend, whose abort ends only communicators with pending operations."""
 
     ordered = True
 
-    def __init__(self, make: Callable[[TCPStore, str, int, int, Any, bool], NcclGroup] = create_nccl_group) -> None:
+    def __init__(
+        self, make: Callable[[TCPStore, str, int, int, Any, bool], NcclGroup] = create_nccl_group
+    ) -> None:
         self._make = make
         self._connecting: Communicator | None = None
         self._aborts = 0
 
-    def creating_groups(self, spared: Callable[[], Sockets]) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+    def creating_groups(
+        self,
+        exempt_sockets: Callable[[], Sockets],  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that does nothing. See `Backend`."""
         return contextlib.nullcontext()
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a communicator; return it when all members are connected. Raises RuntimeError.
+        """Create a communicator; return it when all members are connected.
 
-        NCCL's own wait for a missing member cannot be ended. So all members first announce that
-        they are present, and agree that all of them connect, or none. A member that leaves after
-        this decision still connects, in a thread of its own.
+        Raises RuntimeError if one does not join, or if the generation ends before.
         """
+        # Announce this member, and wait for all: NCCL's own wait for a missing one cannot be ended.
         aborts, keys = self._aborts, meeting.keys
         keys.set(f"here/{meeting.rank}", b"!")
         try:
             keys.wait([f"here/{meeting.rank}"])
         except RuntimeError:
+            # Leave; but after the decision to connect the others wait for this member, which
+            # connects in a thread of its own.
             if keys.set_once(DECISION_KEY, LEAVE) == CONNECT:
                 communicator_to_abort = self._create_communicator(meeting)
                 communicator_to_abort.refuse_operations()
@@ -292,6 +341,7 @@ class NcclBackend:
             raise
         if keys.set_once(DECISION_KEY, CONNECT) == LEAVE:
             raise RuntimeError("another member has left")
+        # An abort that came before the next line did not see the communicator: repeat it here.
         self._connecting = communicator = self._create_communicator(meeting)
         if aborts != self._aborts:
             communicator.refuse_operations()
@@ -309,22 +359,27 @@ class NcclBackend:
     def abort_groups(self, groups: Collection[Group]) -> None:
         """Abort the communicators that have pending operations. See `Backend`."""
         self._aborts += 1
-        connecting = self._connecting
-        ended = [*cast(Collection[Communicator], groups), *(() if connecting is None else (connecting,))]
-        for communicator in ended:
+        # The communicator that is just being connected is in no list of groups yet.
+        connecting, communicators = self._connecting, [*cast(Collection[Communicator], groups)]
+        if connecting is not None:
+            communicators.append(connecting)
+        # All refuse before the first is aborted: its thread could go on in another one.
+        for communicator in communicators:
             communicator.refuse_operations()
-        self._abort_pending(ended)
+        self._abort_pending(communicators)
 
     def failure_reason(self, group: Group) -> str | None:
-        """Return why a communicator is no longer usable, or None if it is. See `Backend`."""
+        """Return why a communicator is no longer usable; None if it is usable. See `Backend`."""
         return cast(Communicator, group).failure_reason()
 
     def is_quiescent(self, groups: Collection[Group]) -> bool:
-        """Return whether the device has ended all their operations. See `Backend`."""
-        return not [one for one in cast(Collection[Communicator], groups) if not one.is_quiescent()]  # each is asked
+        """Return whether the device has ended all operations of these groups. See `Backend`."""
+        # All are asked, as the question starts a check.
+        answers = [group.is_quiescent() for group in cast(Collection[Communicator], groups)]
+        return all(answers)
 
     def count_started(self, group: Group) -> int:
-        """Return the number of operations that this member has started. See `Backend`."""
+        """Return the number of operations that this process has started. See `Backend`."""
         return cast(Communicator, group).started_count
 
     def close_groups(self, groups: Collection[Group]) -> None:
@@ -333,10 +388,22 @@ class NcclBackend:
             communicator.abort()
 
     def _create_communicator(self, meeting: GroupRendezvous) -> Communicator:
-        return Communicator(self._make(cast(TCPStore, meeting.store), meeting.prefix, meeting.rank, meeting.size,
-                                       TRANSFER_TIMEOUT, meeting.directed))
+        return Communicator(
+            self._make(
+                cast(TCPStore, meeting.store),
+                meeting.prefix,
+                meeting.rank,
+                meeting.size,
+                TRANSFER_TIMEOUT,
+                meeting.directed,
+            )
+        )
 
-    def _abort_pending(self, ended: Collection[Communicator]) -> None:
-        """Start a thread for each communicator that aborts it if operations stay pending."""
-        for communicator in ended:
-            threading.Thread(target=communicator.abort_unless_quiescent, daemon=True, name="ending").start()
+    def _abort_pending(self, communicators: Collection[Communicator]) -> None:
+        """Start, for each communicator, a thread that aborts it if operations stay pending."""
+        for communicator in communicators:
+            threading.Thread(
+                target=finish_before_exit(communicator.abort_unless_quiescent),
+                daemon=True,
+                name="ending",
+            ).start()

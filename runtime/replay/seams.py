@@ -1,9 +1,7 @@
-"""Describe, as interfaces, what replays a program is given.
+"""Define the interfaces through which an executor reaches layers, steps, data and transfers.
 
-A worker's layers (`Slices`, `Runner`), their state (`State`), sums over the holders of layers
-(`Reducer`), optimizer steps (`Steps`), samples (`Feed`), a transport (`Transport`) and a recorder
-(`OpRecorder`). docs/library.md has a section on each. Runs implement them in `runtime.computing`,
-`runtime.state`, `runtime.data` and `runtime.worker`; a loop of a user's own in `runtime.own_loop`.
+docs/library.md has a section on each. `runtime.computing`, `runtime.state`, `runtime.data` and
+`runtime.worker` implement them for runs, and `runtime.own_loop` for a user's own loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +17,9 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Op, Worker
 
 Batch = tuple[Tensor, ...]
-"""Data of a micro-batch, on the device that computes: input, target, and others."""
+"""Tensors of a micro-batch, on the device that computes: input, target, and any others."""
 Feed = Callable[[Microbatch], Batch]
-"""Function that returns the data of a micro-batch, on the device that computes."""
+"""Function that returns the tensors of a micro-batch, on the device that computes."""
 
 
 class Runner(Protocol):
@@ -39,55 +37,71 @@ class Runner(Protocol):
     def reads_batch(self) -> bool:
         """True if F needs the data of the micro-batch."""
 
-    def forward(self, microbatch: Microbatch, value: Value, target: Tensor | None = None, batch: Batch | None = None, *,
-                split: bool) -> Value | None:
-        """Run F and return the activation to send on. The last slice returns None, and keeps its
-        loss."""
+    def forward(
+        self,
+        microbatch: Microbatch,
+        value: Value,
+        target: Tensor | None = None,
+        batch: Batch | None = None,
+        *,
+        split: bool,
+    ) -> Value | None:
+        """Run F on the input `value`; return the activation to send on.
+
+        On the first slice, `value` is the first tensor of the data. `batch` has all data there and
+        where `reads_batch`, else it is None. The last slice returns None, and keeps the loss, which
+        it computes with `target`. `split` is True if I and W follow instead of B.
+        """
 
     def backward(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run B and return the gradient of the slice's input; None on the first slice."""
+        """Run B; return the gradient of the slice's input, or None on the first slice.
+
+        `gradient` is with respect to the slice's output; None on the last slice.
+        """
 
     def backward_input(self, microbatch: Microbatch, gradient: Value | None) -> Value | None:
-        """Run I and return the gradient of the slice's input; None on the first slice."""
+        """Run I; argument and result are as for `backward`."""
 
     def backward_weight(self, microbatch: Microbatch) -> None:
-        """Run W."""
+        """Run W: add a micro-batch's weight gradients to those of earlier micro-batches."""
 
     def drop_microbatch(self, microbatch: Microbatch) -> None:
-        """Drop a micro-batch whose F has been run and whose backward will not be."""
+        """Drop what F has kept of a micro-batch whose backward will not be run."""
 
 
 class State(Protocol):
-    """Gradients of the layers that a worker holds, as they are summed."""
+    """Access to the gradients of the layers that a worker holds, for summing them."""
 
     @property
     def shared_gradients(self) -> Mapping[str, Any]:
-        """Gradients of each parameter that layers share; keys are `LAYER.NAME` in the first of
-        them."""
+        """Gradients of each parameter that several layers share, by its first name `LAYER.NAME`."""
 
     def gradients_to_sum(self, what: LayerRange | str) -> list[Tensor]:
-        """Return the gradients of layers or a shared parameter, to be summed in place."""
+        """Return the gradients of layers, or of a shared parameter, to sum in place."""
 
 
 class Reducer(Protocol):
-    """Sums of gradients over the holders of layers, and what follows a step.
+    """Communication about a worker's layers: sums of gradients, and parameters after steps.
 
-    `runtime.replay.executor.WholeReducer` is for holders that keep all state of their layers,
-    `runtime.state.part_exchange.PartReducer` for those that keep a part. All methods except the
-    last raise CommunicationError.
+    `runtime.replay.executor.WholeReducer` is for workers that hold the whole state of their layers,
+    `runtime.state.part_exchange.PartReducer` for workers that hold parts. All methods except
+    `mark_gathered` may raise CommunicationError.
     """
 
     def sum_gradients(self, layers: LayerRange) -> None:
-        """Sum the gradients of a range of layers over the workers that hold it."""
+        """Sum the gradients of a range of layers over the workers that hold it.
+
+        The sums replace the gradients of all parameters in the range that this worker steps.
+        """
 
     def wait_until_unread(self) -> None:
-        """Wait until no other worker reads this worker's gradients."""
+        """Wait until no other worker still reads this worker's gradients."""
 
     def gather_parameters(self, iteration: int) -> None:
-        """Get the parameters that other workers have stepped in an iteration."""
+        """Copy to this worker the parameters that others have stepped in an iteration."""
 
     def mark_gathered(self, iteration: int) -> None:
-        """Mark the parameters as those after an iteration: a commit point has been reached."""
+        """Mark gathered parameters as current after `iteration`; call it after a commit point."""
 
 
 class Slices(Protocol):
@@ -99,14 +113,14 @@ class Slices(Protocol):
 
     @property
     def layers(self) -> Mapping[int, LayerRange]:
-        """Half-open range of the model's layers of each slice, by its number."""
+        """Range of the model's layers in each slice, end exclusive, by the slice's number."""
 
     @property
     def holding(self) -> State:
         """State of the layers that the worker holds."""
 
     def take_loss(self) -> float:
-        """Return this worker's share of the mean loss of the micro-batches since the last call."""
+        """Return this worker's summand of the mean loss over micro-batches since the last call."""
 
     def discard_iteration(self) -> None:
         """Drop all micro-batches in flight, the losses and the gradients."""
@@ -121,30 +135,43 @@ class Steps(Protocol):
 
     @property
     def is_final(self) -> bool:
-        """True if the last step is made or skipped for good."""
+        """True if the last step is known to be right, and will not be undone."""
 
     @property
     def is_void(self) -> bool:
-        """True if the last step was guessed wrong, so that what workers compute is void."""
+        """True if the last step was guessed wrongly, so results since then do not count."""
 
     @property
     def validated(self) -> tuple[int, float | None] | None:
-        """Last iteration whose step is known to be right, with its factor, if any."""
+        """Last iteration whose step is known to be right, and its step factor.
+
+        The step factor is None if the step was skipped. Instead of a pair, None means that no step
+        is known to be right yet.
+        """
 
     def validate_if_arrived(self) -> None:
-        """Check the last step if what it depends on has arrived."""
+        """Do as `validate` if the sums have arrived, else nothing. Raises CommunicationError."""
 
     def validate(self) -> None:
-        """Wait for what the last step depends on, and check it."""
+        """Wait for the sums that the last step depends on, and check what it guessed.
+
+        A step on a wrong guess is corrected, and sets `is_void`. Raises CommunicationError.
+        """
 
     def leave_void_state(self) -> None:
-        """Treat what workers compute as valid again."""
+        """Set `is_void` to False, as all workers now have the corrected parameters."""
 
     def step(self, iteration: int, loss: float, until_unread: Callable[[], None]) -> None:
-        """Run O; `until_unread` waits until no other worker reads this worker's gradients."""
+        """Run O of an iteration; `loss` is this worker's summand of its mean loss.
+
+        The function `until_unread` waits until no other worker reads this worker's gradients.
+        """
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function as soon as the last step is final."""
+        """Call a function when the last step is known to be right: now, or later.
+
+        A step on a wrong guess is corrected first.
+        """
 
 
 class Outgoing(Protocol):
@@ -152,7 +179,7 @@ class Outgoing(Protocol):
 
     @property
     def target(self) -> Worker:
-        """Worker that receives it."""
+        """Worker that receives the tensor."""
 
     def wait(self) -> None:
         """Wait until the tensor may be freed. Raises CommunicationError."""
@@ -162,12 +189,11 @@ class Incoming(Protocol):
     """A tensor that is being received."""
 
     def wait_for_tensor(self) -> Tensor:
-        """Wait for the tensor; return it where this worker computes. Raises CommunicationError."""
+        """Wait for the tensor; return it on the device that computes. Raises CommunicationError."""
 
 
 class Transport(Protocol):
-    """Transfers and sums of one worker, such as `GenerationSession`. All methods may raise
-    CommunicationError."""
+    """Communication of one worker with others. All methods may raise CommunicationError."""
 
     @property
     def device(self) -> torch.device:
@@ -175,35 +201,37 @@ class Transport(Protocol):
 
     @property
     def ordered(self) -> bool:
-        """True if transfers are matched by their order instead of a tag."""
+        """True if sends and receives are paired by their order, False if by tags."""
 
     def send(self, tensor: Tensor, target: Worker, tag: int) -> Outgoing:
-        """Start to send a tensor to a worker."""
+        """Start to send a tensor to a worker, which receives it with the same tag."""
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int) -> Incoming:
-        """Start to receive a tensor from a worker."""
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, source: Worker, tag: int
+    ) -> Incoming:
+        """Start to receive a tensor of this shape and dtype from a worker."""
 
     def sum_over_sharers(self, what: LayerRange | str, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers that hold layers or a parameter."""
+        """Replace tensors by their sums over the live holders of layers or a shared parameter."""
 
     def reduce_in_background(self, reduce: Callable[[], None]) -> None:
-        """Call `reduce`, which sums gradients, concurrently with compute, in order."""
+        """Call `reduce`, which sums gradients, while ops go on; such calls run in turn."""
 
     def wait_for_reductions(self) -> None:
-        """Wait for all concurrent reductions, and raise the error of any."""
+        """Wait for all calls of `reduce_in_background`; raise the error of one that failed."""
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
-        """Return a context within which this thread waits for the device."""
+        """Return a context within which this thread counts as waiting for the device."""
 
     def reach_commit_point(self) -> None:
-        """Wait for the device, and raise CommunicationError unless all results are good."""
+        """Reach a commit point. Raises CommunicationError unless all results so far count."""
 
 
 class OpRecorder(Protocol):
-    """Recorder of when ops ran, such as `runtime.replay.recorder.Recorder`."""
+    """Recorder of the times of ops, such as `runtime.replay.recorder.Recorder`."""
 
     def record_op(self, op: Op) -> AbstractContextManager[None]:
-        """Return a context within which an op runs."""
+        """Return a context within which an op runs and is timed."""
 
     def restart_iteration(self) -> None:
         """Discard what was recorded of the present iteration, which begins again."""

@@ -1,9 +1,8 @@
-"""Shut down connections, the only way to release at once a thread that waits.
+"""Shut down connections, to release at once the threads that wait in them.
 
-Gloo releases a blocked transfer only when its connection closes; it has no call for that. So this
-module looks up in /proc which sockets were opened with a process group, and another thread shuts
-them down. On systems without /proc nothing is shut down, and a transfer ends when its peer's
-process ends.
+Gloo releases a blocked transfer only when its connection closes. So this module looks up in /proc
+which sockets were opened with a process group, and another thread shuts them down. On systems
+without /proc nothing is shut down, and a transfer ends when the process at its other end does.
 """
 
 import contextlib
@@ -15,11 +14,11 @@ from pathlib import Path
 _DESCRIPTORS = Path("/proc/self/fd")
 
 Sockets = frozenset[tuple[int, str]]
-"""Sockets as (descriptor, identity), because the descriptor may since have been reused."""
+"""Sockets as (descriptor, identity), since a closed socket's descriptor is used again."""
 
 
 def find_open_sockets() -> Sockets:
-    """Return all open sockets of this process, found in /proc; none on systems without it."""
+    """Return all open sockets of this process; none on systems without /proc."""
     sockets = set()
     with contextlib.suppress(OSError):
         for path in _DESCRIPTORS.iterdir():
@@ -30,19 +29,25 @@ def find_open_sockets() -> Sockets:
 
 
 def identify_sockets(sockets: Iterable[socket.socket]) -> Sockets:
-    """Return the descriptor and identity of each of these sockets that is open. The identity is the
-    system's name, such as "socket:[1234]"."""
-    return frozenset((one.fileno(), _read_identity(one.fileno())) for one in sockets if one.fileno() >= 0)
+    """Return the descriptor and identity, as "socket:[1234]", of each socket that is open."""
+    descriptors = [entry.fileno() for entry in sockets]
+    return frozenset(
+        (descriptor, _read_identity(descriptor)) for descriptor in descriptors if descriptor >= 0
+    )
 
 
 def shut_down_sockets(sockets: Iterable[tuple[int, str]]) -> Sockets:
-    """Shut down the connections of these sockets, and return those concerned. Sockets that listen
-    or are closed are left out. Calls that wait in them get an error, here and at the other end."""
+    """Shut down connections that are still open, and return their sockets.
+
+    `sockets` has pairs as in `Sockets`; sockets that listen are left alone. Calls that wait in the
+    connections raise an error.
+    """
     ended = set()
     for descriptor, identity in sockets:
         with contextlib.suppress(OSError):
             if _read_identity(descriptor) != identity:
-                continue
+                continue  # closed meanwhile, and the descriptor belongs to another file
+            # A duplicate, as closing the Python object must not close gloo's descriptor.
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 # Gloo aborts the process when a socket it listens on fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

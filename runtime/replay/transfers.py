@@ -22,8 +22,7 @@ _GLOO_PLACE = re.compile(r"\[[^\s\]]*gloo[^\s\]]*:[0-9]+\] ")
 
 
 class CommunicationError(RuntimeError):
-    """Error, in one line, for a peer that is gone or too late. The attribute `peers` has the
-    workers that could not be reached; empty if they are unknown."""
+    """Error of one line: communication failed, as one of `peers` is gone or too late."""
 
     def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)
@@ -31,7 +30,7 @@ class CommunicationError(RuntimeError):
 
 
 class UnreachableError(RuntimeError):
-    """Error of connecting to members, the `peers`; without them, of this process itself."""
+    """Error of connecting to `peers`; if these are empty, this process itself cannot connect."""
 
     def __init__(self, message: str, peers: Collection[Worker] = ()) -> None:
         super().__init__(message)
@@ -40,17 +39,22 @@ class UnreachableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingTensor:
-    """A tensor that is being sent. It must stay alive until the transfer ends."""
+    """A tensor that is being sent, and is kept alive until the transfer ends."""
 
     work: Work | Future[Work]
-    """Work of the transfer. A future if it starts once the tensor is in host memory."""
+    """Work of the transfer; a future if the tensor must first get into host memory."""
     payload: Tensor
     target: Worker
 
     def wait(self) -> None:
-        """Wait until the tensor may be freed. Raises CommunicationError."""
+        """Wait until the sent tensor may be freed. Raises CommunicationError."""
         with one_line_errors(f"sending to worker {self.target}", (self.target,)):
-            work = self.work.result(TRANSFER_TIMEOUT.total_seconds()) if isinstance(self.work, Future) else self.work
+            # The future ends when the tensor is in host memory and gloo has begun to send it.
+            work = (
+                self.work.result(TRANSFER_TIMEOUT.total_seconds())
+                if isinstance(self.work, Future)
+                else self.work
+            )
             work.wait()
 
 
@@ -64,23 +68,26 @@ class IncomingTensor:
     device: torch.device
 
     def wait_for_tensor(self) -> Tensor:
-        """Wait for the tensor; return it where this worker computes. Raises CommunicationError."""
+        """Wait for the tensor, and return it on the device that computes.
+
+        Over NCCL only the current stream waits, not the host. Raises CommunicationError.
+        """
         with one_line_errors(f"receiving from worker {self.source}", (self.source,)):
             self.work.wait()
         return self.payload.to(self.device, non_blocking=True)
 
 
 class PendingSum:
-    """Numbers that are being summed over all workers."""
+    """Numbers that are being summed over all processes."""
 
     def __init__(self, payload: Tensor) -> None:
         self.payload = payload
         self._ended = threading.Event()
         self._failure: str | None = None
 
-    def set_outcome(self, failed: str | None) -> None:
-        """Report that the sum is complete if `failed` is None, otherwise why it failed."""
-        self._failure = failed
+    def set_outcome(self, failure: str | None) -> None:
+        """End waits for the sums; `failure` says why they failed, None if they are complete."""
+        self._failure = failure
         self._ended.set()
 
     def has_arrived(self) -> bool:
@@ -100,20 +107,23 @@ class PendingSum:
 
 @contextmanager
 def one_line_errors(what: str, peers: Collection[Worker] = ()) -> Iterator[None]:
-    """Convert a RuntimeError within the context into a CommunicationError of one line.
+    """Turn a RuntimeError within the context into a CommunicationError that names `what`.
 
-    It names the operation, `what`. The calling thread is registered as being in this call, which
-    waits for the `peers` (`runtime.replay.stuck_calls`).
+    The calling thread is registered as waiting for the `peers`. Raises AbandonedError if it was
+    abandoned meanwhile.
     """
     OPEN_CALLS.enter_call(what, peers)
     try:
         yield
     except RuntimeError as error:
+        # An inner call knows better than this one whom it could not reach.
         named = error.peers if isinstance(error, CommunicationError | UnreachableError) else peers
-        raise CommunicationError(f"{what} failed: {_strip_gloo_place(first_line(error))}", named) from error
+        raise CommunicationError(
+            f"{what} failed: {_strip_gloo_place(first_line(error))}", named
+        ) from error
     finally:
         OPEN_CALLS.leave_call()
 
 
-def _strip_gloo_place(told: str) -> str:
-    return _GLOO_PLACE.sub("", told).partition(". This is typically")[0]
+def _strip_gloo_place(message: str) -> str:
+    return _GLOO_PLACE.sub("", message).partition(". This is typically")[0]

@@ -1,11 +1,10 @@
 """Compute checksums, by which workers compare copies, and digests of parameters.
 
-A checksum has 64 bits, and is computed where the tensor is. It is read as words of 64 bits. Each
-word is folded into itself and multiplied by an odd weight that depends on its place, and the
-products are summed modulo 2**64. These are integers, which all devices and libraries compute alike.
-A change of a single word is always detected, as folding and multiplying by an odd number can be
-inverted; of other changes, about one in 2**32 is not. A checksum is not a signature: tensors with
-equal checksums can be constructed deliberately.
+A checksum has 64 bits, and is computed where the tensor is. The tensor is read as words of 64 bits:
+each is folded into itself and multiplied by an odd weight that depends on its place, and the
+products are summed modulo 2**64, which all devices compute alike. A change of a single word is
+always detected; of other changes, about one in 2**32 is not. A checksum is no signature: tensors
+with equal checksums can be constructed deliberately.
 """
 
 import functools
@@ -17,8 +16,10 @@ from torch import Tensor
 
 
 def parameter_digest(parameters: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, dtypes, shapes and bytes, in any order of the mapping."""
-    return combined_digest({name: tensor_digest(name, tensor) for name, tensor in parameters.items()})
+    """Return the SHA-256 over parameters' names, dtypes, shapes and bytes, whatever their order."""
+    return combined_digest(
+        {name: tensor_digest(name, tensor) for name, tensor in parameters.items()}
+    )
 
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
@@ -30,27 +31,28 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """Return the `parameter_digest` made of each parameter's `tensor_digest`, by name. So no
-    process needs to hold all of them."""
+    """Return the `parameter_digest` of all parameters whose `tensor_digest` is given, by name."""
     return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
 
 
 WORD_BYTES = 8
 BLOCK_WORDS = 2**18
-"""Words in a block, each with its own weight: 2 MB, which fit in a cache."""
+"""Number of words in a block (2 MiB), each with its own weight."""
 BLOCKS_AT_ONCE = {"cuda": 16}
-"""Blocks summed in one call, by type of device, else one."""
+"""Number of blocks summed in one call, by type of device; 1 for others."""
 SMALL_BYTES = 2**16
-"""Size up to which tensors are concatenated, because a launch takes longer than computing."""
+"""Size up to which tensors are joined, to be summed in one call."""
 
 
 def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
     """Return the checksum of tensors in this order: a scalar int64, on their device."""
-    return _weighted_sum(torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)]))
+    # Sums of blocks are weighted, too, so that the order of blocks counts.
+    return _weighted_sum(
+        torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)])
+    )
 
 
 def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors flat, with the small ones of each dtype concatenated."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -58,13 +60,13 @@ def _join_small(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield flat
         else:
             small.setdefault(flat.dtype, []).append(flat)
-    for some in small.values():
-        device = some[-1].device
-        yield torch.cat([tensor_.to(device) for tensor_ in some])
+    for group in small.values():
+        device = group[-1].device
+        yield torch.cat([flat.to(device) for flat in group])
 
 
 def _block_sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the checksums of a flat tensor's blocks, then of its end."""
+    """Yield the checksums of a flat tensor's blocks, then of what remains."""
     in_word = max(1, WORD_BYTES // flat.itemsize)
     whole = len(flat) - len(flat) % in_word
     body = flat[:whole]
@@ -72,25 +74,25 @@ def _block_sums(flat: Tensor) -> Iterator[Tensor]:
         body = body.clone()  # a part of a larger tensor may begin within a word
     words = body.view(torch.int64)
     blocks, together = len(words) // BLOCK_WORDS, BLOCKS_AT_ONCE.get(flat.device.type, 1)
-    rows = words[:blocks * BLOCK_WORDS].view(blocks, BLOCK_WORDS)
+    rows = words[: blocks * BLOCK_WORDS].view(blocks, BLOCK_WORDS)
     for first in range(0, blocks, together):
-        yield _sum_rows(rows[first:first + together])
-    yield _sum_rows(words[None, blocks * BLOCK_WORDS:])
+        yield _sum_rows(rows[first : first + together])
+    # The last block has fewer words, and the tensor may end within a word.
+    yield _sum_rows(words[None, blocks * BLOCK_WORDS :])
     if whole < len(flat):
         end = words.new_zeros(1)
-        end.view(flat.dtype)[:len(flat) - whole] = flat[whole:]
+        end.view(flat.dtype)[: len(flat) - whole] = flat[whole:]
         yield end
 
 
 def _sum_rows(words: Tensor) -> Tensor:
-    """Return the checksum of each row of 64-bit words, by folding and weights."""
+    # Low bits of a product depend on low bits alone, so high bits are folded into them.
     folded = words >> 31
-    return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[:words.shape[1]]).sum(1)
+    return folded.bitwise_xor_(words).mul_(_word_weights(words.device)[: words.shape[1]]).sum(1)
 
 
 def _weighted_sum(numbers: Tensor) -> Tensor:
-    """Return the sum of numbers, each times the weight of its position, modulo 2**64."""
-    return (numbers * _word_weights(numbers.device)[:len(numbers)]).sum()
+    return (numbers * _word_weights(numbers.device)[: len(numbers)]).sum()
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """Make optimizer steps late: after their iteration is committed, so that none is undone.
 
 A buddy steps its copies of another worker's parts in this way, so that no worker waits for them.
-The gradients of an iteration stay in a buffer of their own until all workers are known to have
-stepped it. Then the step is made in a thread, concurrently with computation, and on a GPU on a
-stream of its own. Two such buffers for each part replace the copies by which steps are undone; the
-copies themselves are always the state after a committed iteration.
+Gradients stay in a buffer of their own until all workers are known to have stepped the iteration.
+Then the step is made in a thread, concurrently with computation, and on a GPU on its own stream.
+Two such buffers for each part replace the copies by which steps are undone; the copied parts are
+always the state after a committed iteration.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,11 +23,11 @@ from slipstream.schedules.layers import LayerRange
 from slipstream.schedules.schedule import Worker
 
 GRADIENT_BUFFERS = 2
-"""Gradient buffers: for the current iteration, and for the one whose step the thread makes."""
+"""Number of gradient buffers: one being filled, and one whose step the thread makes."""
 
 
 class _DueStep(NamedTuple):
-    """Step of copies of others' parts that is registered and still to be made."""
+    """Step of copies of other workers' parts that is still to be made."""
 
     iteration: int
     factor: float | None
@@ -36,56 +36,65 @@ class _DueStep(NamedTuple):
 
 
 class LateSteps(OptimizerSteps):
-    """Optimizer of copies of other workers' parts, one commit late. For each gradient buffer,
-    `gradients` maps the stepped tensors to their gradients in that buffer."""
+    """Optimizer of copies of other workers' parts, whose steps are made one commit late.
 
-    def __init__(self, groups: OptimizerGroups, config: TrainingConfig,
-                 gradients: Sequence[Mapping[nn.Parameter, Tensor]]) -> None:
+    `gradients` has, for each of the `GRADIENT_BUFFERS`, the gradients by stepped tensor.
+    """
+
+    def __init__(
+        self,
+        groups: OptimizerGroups,
+        config: TrainingConfig,
+        gradients: Sequence[Mapping[nn.Parameter, Tensor]],
+    ) -> None:
         super().__init__(groups, config)
         self._gradients = gradients
         self._last_step: _DueStep | None = None
-        """Step that was registered last; it is made once its iteration is committed."""
+        """Step that was registered last, to be made once its iteration is committed."""
         self._committed_step: _DueStep | None = None
-        """Step of the iteration before `_last_step`, which is committed; None once the step is
-        started."""
+        """Step of the iteration before, which is committed; None once it is started."""
         self.version = Version(-1)
-        """Version of the stepped tensors; steps that have been made cannot be undone."""
         self._buffer = 0
-        self._queue = BackgroundQueue(next((one.device for one in gradients[0].values()), torch.device("cpu")),
-                                      "steps of copies")
+        devices = (gradient.device for gradient in gradients[0].values())
+        self._queue = BackgroundQueue(next(devices, torch.device("cpu")), "steps of copies")
 
     @property
     def free_buffer(self) -> int:
-        """Index of the buffer for the gradients of the next step. Waits until no step reads it."""
+        """Index of the buffer for the next step's gradients; waits until no step reads it."""
         self._wait_for_step()
         return self._buffer
 
-    def register_step(self, iteration: int, factor: float | None, unused: Collection[nn.Parameter] = ()) -> None:
-        """Register a step with the gradients in the free buffer times `factor` (None: no step).
+    def register_step(
+        self, iteration: int, factor: float | None, unused: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Remember a step, to be made later with the gradients in the `free_buffer`.
 
-        The parameters in `unused` stay as they are. The iteration of the step registered before
-        counts as committed from now on.
+        They are multiplied by `factor`; if it is None, all parameters stay as they are. Those in
+        `unused` always do. The step that was registered before counts as committed, and will be
+        made. From now on, another buffer is the free one.
         """
         self._wait_for_step()
-        self._committed_step, self._last_step = self._last_step, _DueStep(
-            iteration, factor, self._buffer, frozenset(unused))
+        # All workers have stepped the iteration before, or this one could not step.
+        self._committed_step, self._last_step = (
+            self._last_step,
+            _DueStep(iteration, factor, self._buffer, frozenset(unused)),
+        )
         self._buffer = (self._buffer + 1) % GRADIENT_BUFFERS
 
     def start_committed(self) -> None:
-        """Start the step of the last committed iteration, unless it was started before. It runs
-        concurrently with computation. That iteration is the one before the last registered one."""
+        """Start the committed step in the background, unless it was started before."""
         committed, self._committed_step = self._committed_step, None
         if committed is not None:
             self._queue.submit(partial(self._run_step, committed))
 
     def cancel_step(self, iteration: int) -> None:
-        """Cancel the registered step of an iteration, which must not be committed. It may be
-        registered again, with another factor and the same gradients."""
+        """Forget the registered step of an iteration, which is not committed."""
+        # It may be registered again, with another factor and the same gradients.
         if self._last_step is not None and self._last_step.iteration == iteration:
             self._buffer, self._last_step = self._last_step.buffer, None
 
     def catch_up(self) -> None:
-        """Make all registered steps now; the iteration of the last one must be committed, too."""
+        """Make all registered steps now; the iteration of the last must be committed, too."""
         self._wait_for_step()
         due, self._last_step = self._last_step, None
         if due is not None:
@@ -95,26 +104,33 @@ class LateSteps(OptimizerSteps):
         """Return the bytes of the stepped copies, their gradient buffers and optimizer state."""
         self._wait_for_step()
         buffers = [tensor for gradients in self._gradients for tensor in gradients.values()]
-        return sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers)) + self._state_bytes()
+        return (
+            sum(tensor.nbytes for tensor in (*self._stepped_parameters(), *buffers))
+            + self._state_bytes()
+        )
 
     def _wait_for_step(self) -> None:
-        """Start the step of the last committed iteration, if necessary, and wait for it."""
+        """Start the committed step unless it was started, and wait for it."""
         self.start_committed()
         self._queue.wait()
 
     def _run_step(self, due: _DueStep) -> None:
-        """Make a registered step. Raises VersionError unless the copies are of the iteration
-        before."""
         self.version.require(due.iteration - 1, "a copy of another worker's part")
+        # A skipped step changes the version alone.
         if due.factor is None:
             self.version = Version(due.iteration)
             return
+        # If this fails midway, nothing may use the mixture of two states.
         self.version = Version(due.iteration, whole=False)
-        gradients = [pair for pair in self._gradients[due.buffer].items() if pair[0] not in due.unused]
+        gradients = [
+            pair for pair in self._gradients[due.buffer].items() if pair[0] not in due.unused
+        ]
         self._set_rates(due.iteration)
-        # Gradients of fewer bits are converted one by one, so that there is no second buffer of them.
-        same_dtype = all(stepped.dtype == gradient.dtype for stepped, gradient in gradients)
-        for batch in [gradients] if same_dtype else [[pair] for pair in gradients]:
+        batches = [gradients]
+        if any(stepped.dtype != gradient.dtype for stepped, gradient in gradients):
+            # Gradients of fewer bits are converted one by one, to have no second buffer of them.
+            batches = [[pair] for pair in gradients]
+        for batch in batches:
             for stepped, gradient in batch:
                 stepped.grad = gradient.to(stepped.dtype)
                 if due.factor != 1.0:
@@ -130,32 +146,45 @@ CopyBuffers = Mapping[tuple[int, Span], Sequence[Tensor]]
 
 
 class CopyGradients:
-    """Gradient buffers, two each, of the parts of which one worker keeps copies."""
+    """Gradient buffers, two for each part of which this worker keeps a copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[LayerRange, dict[Span, list[Tensor]]] = {}
 
-    def allocate(self, layers: LayerRange, cut: StatePartition, worker: Worker, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        """Allocate two gradient buffers for each part of `layers` that `worker` copies, by
-        `cut`."""
-        self._buffers[layers] = {span: [torch.zeros(span[1] - span[0], dtype=dtype, device=device)
-                                        for _ in range(GRADIENT_BUFFERS)] for span in cut.copied_parts(worker)}
+    def allocate(
+        self,
+        layers: LayerRange,
+        cut: StatePartition,
+        worker: Worker,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate buffers for the gradients of those parts of `layers` that `worker` copies."""
+        buffers_by_span: dict[Span, list[Tensor]] = {}
+        for span in cut.copied_parts(worker):
+            length = span[1] - span[0]
+            buffers_by_span[span] = [
+                torch.zeros(length, dtype=dtype, device=device) for _ in range(GRADIENT_BUFFERS)
+            ]
+        self._buffers[layers] = buffers_by_span
 
     def buffers_of(self, layers: LayerRange, buffer: int) -> Mapping[Span, Tensor]:
-        """Return one of the two gradient buffers of each copied part of `layers`, by span.
+        """Return one gradient buffer of each copied part of `layers`, by the part's span.
 
-        Of the buffers 0 and 1, one sums the gradients of the current iteration, the other holds
-        those of the iteration before; they change roles at each step (`LateSteps.free_buffer`).
+        `buffer` is the index of this one among the buffers of each part.
         """
-        return {span: buffers[buffer] for span, buffers in self._buffers.get(layers, {}).items()}
+        buffers_by_span = self._buffers.get(layers, {})
+        return {span: buffers[buffer] for span, buffers in buffers_by_span.items()}
 
     def by_layer(self, elements: Callable[[int], int]) -> CopyBuffers:
-        """Return the buffers of all copied parts, by layer and span within it. The function
-        `elements` returns the number of a layer's elements that are cut into parts."""
+        """Return the buffers of all copied parts, by layer and span within it.
+
+        `elements` returns how many elements of a layer are cut into parts.
+        """
         sums: dict[tuple[int, Span], Sequence[Tensor]] = {}
         for layers, spans in self._buffers.items():
             for span, buffers in spans.items():
+                # One buffer has the part of a range; layers get their pieces of it as views.
                 start = 0
                 for layer, part in split_by_layer(span, layers, elements):
                     end = start + part[1] - part[0]

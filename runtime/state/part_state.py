@@ -33,8 +33,10 @@ class PartState(NamedTuple):
     def require_version(self, after: int) -> None:
         """Raise VersionError unless the part is the state after iteration `after`."""
         if self.after != after:
-            raise VersionError(f"a part of layer {self.layer} is the state after iteration {self.after}; expected that "
-                               f"after iteration {after}")
+            raise VersionError(
+                f"a part of layer {self.layer} is the state after iteration {self.after}; expected "
+                f"that after iteration {after}"
+            )
 
 
 def mark_uncut(module: nn.Module, names: Collection[str]) -> None:
@@ -49,11 +51,18 @@ def uncut_names(module: nn.Module) -> Collection[str]:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a layer's trained parameters by name, in the order of their elements. Parameters that
-    are not cut into parts (`mark_uncut`) come last."""
-    whole, parameters = uncut_names(module), dict(module.named_parameters())
-    return {name: parameter for last in (False, True) for name, parameter in parameters.items()
-            if parameter.requires_grad and (name in whole) is last}
+    """Return a layer's trained parameters by name, those not cut into parts last.
+
+    Parts number the elements of a layer in this order.
+    """
+    # Those that are not cut into parts come last.
+    whole_names, parameters = uncut_names(module), dict(module.named_parameters())
+    return {
+        name: parameter
+        for last in (False, True)
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and (name in whole_names) is last
+    }
 
 
 def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -63,15 +72,19 @@ def untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def count_elements(module: nn.Module) -> ElementCounts:
-    """Return the numbers of trained elements of a layer, cut and of each uncut parameter."""
-    sizes, whole = {name: parameter.numel() for name,
-                    parameter in trained_parameters(module).items()}, uncut_names(module)
-    return ElementCounts(sum(size for name, size in sizes.items() if name not in whole),
-                         tuple(size for name, size in sizes.items() if name in whole))
+    """Return the number of cut elements of a layer, and of each uncut parameter."""
+    whole_names = uncut_names(module)
+    cut, whole = 0, list[int]()
+    for name, parameter in trained_parameters(module).items():
+        if name in whole_names:
+            whole.append(parameter.numel())
+        else:
+            cut += parameter.numel()
+    return ElementCounts(cut, tuple(whole))
 
 
 def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span]]:
-    """Yield each trained parameter with its name and its span of the layer's elements."""
+    """Yield each trained parameter's name, itself, and its span of the layer's elements."""
     start = 0
     for name, parameter in trained_parameters(module).items():
         yield name, parameter, (start, start + parameter.numel())
@@ -81,10 +94,11 @@ def parameter_spans(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Span
 def slice_of(tensor: Tensor, has: Span, wanted: Span) -> Tensor:
     """Return the elements `wanted` from a flat tensor that has the elements `has`.
 
-    A tensor that does not have one value for each of these elements, such as a step counter, is
-    returned unchanged.
+    A tensor of another length, such as a step counter, is returned unchanged.
     """
-    return tensor[wanted[0] - has[0]:wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
+    return (
+        tensor[wanted[0] - has[0] : wanted[1] - has[0]] if is_elementwise(tensor, has) else tensor
+    )
 
 
 def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
@@ -94,8 +108,7 @@ def restore_shape(elements: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flatten_slot(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return an optimizer's tensor flat if it has the shape of its parameter `like`. Otherwise
-    unchanged."""
+    """Return an optimizer's tensor, flat if it has the shape of its parameter `like`."""
     return tensor.reshape(-1) if tensor.shape == like.shape else tensor
 
 
@@ -104,16 +117,21 @@ def is_elementwise(tensor: Tensor, has: Span) -> bool:
     return tensor.dim() == 1 and tensor.numel() == has[1] - has[0]
 
 
-def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None) -> PartState:
-    """Return a layer's whole `state`, as `assemble_state` returns it, as one part.
+def as_whole_part(
+    module: nn.Module, layer: int, state: Mapping[str, Tensor], after: int | None = None
+) -> PartState:
+    """Return a layer's whole `state`, such as `assemble_state` returns, as one part.
 
-    It is the state after iteration `after`; None: unknown. Raises ValueError if the state does not
-    fit the layer.
+    `after` is the iteration after which the layer has this state; None: unknown. Raises ValueError
+    if the state does not fit the layer.
     """
     parameters = trained_parameters(module)
-    part = PartState(layer, 0, count_elements(module).total, {
-        key: flatten_slot(tensor, parameters[parameter_name(key)]) if parameter_name(key) in parameters else tensor
-        for key, tensor in state.items()}, after=after)
+    tensors = dict(state)
+    # Saved tensors have the parameters' shapes; those of parts are flat.
+    for key, tensor in state.items():
+        if (name := parameter_name(key)) in parameters:
+            tensors[key] = flatten_slot(tensor, parameters[name])
+    part = PartState(layer, 0, count_elements(module).total, tensors, after=after)
     require_fits(module, part)
     return part
 
@@ -121,37 +139,59 @@ def as_whole_part(module: nn.Module, layer: int, state: Mapping[str, Tensor], af
 def require_fits(module: nn.Module, part: PartState) -> None:
     """Raise ValueError unless a part has exactly the tensors of its span.
 
-    It must have all `model` tensors, with the right numbers of elements, and otherwise only the
-    optimizer's tensors for these parameters.
+    The tensors of a span are all its `model` tensors, and the optimizer's for the same parameters.
     """
-    expected = {f"model.{name}": both[1] - both[0] for name, _, span in parameter_spans(module)
-                if (both := intersect(span, (part.start, part.stop))) is not None}
+    # How many elements of each tensor lie in the span.
+    expected = {
+        f"model.{name}": overlap[1] - overlap[0]
+        for name, _, span in parameter_spans(module)
+        if (overlap := intersect(span, (part.start, part.stop))) is not None
+    }
     if part.start == 0:
-        expected |= {f"model.{name}": tensor.numel() for name, tensor in untrained_tensors(module).items()}
-    given = {key: tensor.numel() for key, tensor in part.tensors.items() if key.startswith("model.")}
-    unknown = [key for key in part.tensors if f"model.{parameter_name(key)}" not in expected]
-    if given != expected or unknown:
-        wrong = min([*unknown, *(key for key in given | expected if given.get(key) != expected.get(key))])
-        raise ValueError(f"a part of layer {part.layer} has {given.get(wrong, 'no')} elements of {wrong!r}; expected "
-                         f"{expected.get(wrong, 'none')}")
+        expected |= {
+            f"model.{name}": tensor.numel() for name, tensor in untrained_tensors(module).items()
+        }
+    counts = {
+        key: tensor.numel() for key, tensor in part.tensors.items() if key.startswith("model.")
+    }
+    wrong = [key for key in part.tensors if f"model.{parameter_name(key)}" not in expected]
+    wrong += [key for key in counts | expected if counts.get(key) != expected.get(key)]
+    if wrong:
+        key = min(wrong)
+        raise ValueError(
+            f"a part of layer {part.layer} has {counts.get(key, 'no')} elements of {key!r}; "
+            f"expected {expected.get(key, 'none')}"
+        )
 
 
-def select_span(module: nn.Module, part: PartState, wanted: Span, *, state: bool) -> dict[str, Tensor]:
-    """Return the tensors of a part, cut to `wanted`; without `state`, not the optimizer's."""
+def select_span(
+    module: nn.Module, part: PartState, wanted: Span, *, state: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of a part, cut to the elements of the span `wanted`.
+
+    If `state` is false, the optimizer's tensors are left out.
+    """
     tensors: dict[str, Tensor] = {}
     spans = {name: span for name, _, span in parameter_spans(module)}
     for key, tensor in part.tensors.items():
-        name = parameter_name(key)
-        overlap = intersect(spans[name], wanted) if name in spans else wanted if wanted[0] == 0 else None
-        if overlap is None or not (state or key.startswith("model.")):
+        if not state and not key.startswith("model."):
             continue
-        has = max(spans.get(name, wanted)[0], part.start), min(spans.get(name, wanted)[1], part.stop)
-        tensors[key] = slice_of(tensor, has, overlap) if name in spans else tensor
+        span = spans.get(parameter_name(key))
+        if span is None:
+            # An untrained tensor is whole, and belongs to element 0.
+            if wanted[0] == 0:
+                tensors[key] = tensor
+        elif overlap := intersect(span, wanted):
+            has = max(span[0], part.start), min(span[1], part.stop)
+            tensors[key] = slice_of(tensor, has, overlap)
     return tensors
 
 
 def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_too: bool) -> None:
-    """Copy parts into a layer's parameters and, with `untrained_too`, its other tensors."""
+    """Copy parts into a layer's parameters.
+
+    If `untrained_too`, buffers and frozen parameters are copied, too.
+    """
     with torch.no_grad():
         for part in parts:
             for name, parameter, span in parameter_spans(module):
@@ -160,42 +200,62 @@ def copy_to_module(module: nn.Module, parts: Iterable[PartState], *, untrained_t
                 if overlap is None or tensor is None:
                     continue
                 slice_of(parameter.detach().view(-1), span, overlap).copy_(tensor)
-            for name, own in untrained_tensors(module).items() if untrained_too else ():
+            # Buffers and frozen parameters are not cut; one of the parts has them.
+            for name, target in untrained_tensors(module).items() if untrained_too else ():
                 if f"model.{name}" in part.tensors:
-                    own.copy_(part.tensors[f"model.{name}"])
+                    target.copy_(part.tensors[f"model.{name}"])
 
 
 def assemble_state(module: nn.Module, parts: Iterable[PartState]) -> dict[str, Tensor]:
-    """Return a layer's whole state in host memory, copied from parts that have all elements. Copies
-    from a GPU are complete when its current stream has finished."""
+    """Return a layer's whole state in host memory, joined from `parts`.
+
+    The parts together have all elements. Copies from a GPU are complete when its current stream has
+    finished.
+    """
     state: dict[str, Tensor] = {}
     shapes = {name: (parameter.shape, span) for name, parameter, span in parameter_spans(module)}
     for part in parts:
         for key, tensor in part.tensors.items():
             shape, span = shapes.get(parameter_name(key), (tensor.shape, (0, 0)))
             has = max(span[0], part.start), min(span[1], part.stop)
+            # Untrained tensors and counters are whole; each part has the same.
             if parameter_name(key) not in shapes or not is_elementwise(tensor, has):
                 state[key] = tensor.detach().to("cpu", copy=True)
                 continue
             if key not in state:
                 state[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             slice_of(state[key].view(-1), span, has).copy_(tensor.detach(), non_blocking=True)
+    # The module has what no part carries, as in a layer without trained elements.
     for name, tensor in untrained_tensors(module).items():
         state.setdefault(f"model.{name}", tensor.detach().to("cpu", copy=True))
     return state
 
 
-def pack_parts(parts: Iterable[PartState]) -> bytes:
-    """Encode parts as bytes, for `unpack_parts`."""
-    return b"".join(encode_tensors({f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
-                                    for part in parts for key, tensor in part.tensors.items()}))
+def pack_parts(parts: Collection[PartState]) -> bytes:
+    """Encode parts as bytes, which `unpack_parts` decodes.
+
+    Each part must have optimizer state, and its iteration (`after`) must be known.
+    """
+    assert all(part.state and part.after is not None for part in parts)
+    # A tensor's name says of which part it is.
+    return b"".join(
+        encode_tensors(
+            {
+                f"{part.layer}/{part.start}/{part.stop}/{part.after}/{key}": tensor
+                for part in parts
+                for key, tensor in part.tensors.items()
+            }
+        )
+    )
 
 
 def unpack_parts(data: bytes) -> list[PartState]:
-    """Decode the parts that `pack_parts` has encoded."""
+    """Decode the parts that `pack_parts` has encoded. Raises TensorError for other bytes."""
     tensors_of: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
     for name, tensor in decode_tensors(data).items():
         layer, start, stop, after, key = name.split("/", 4)
         tensors_of.setdefault((int(layer), int(start), int(stop), int(after)), {})[key] = tensor
-    return [PartState(layer, start, stop, tensors, after=after)
-            for (layer, start, stop, after), tensors in tensors_of.items()]
+    return [
+        PartState(layer, start, stop, tensors, after=after)
+        for (layer, start, stop, after), tensors in tensors_of.items()
+    ]

@@ -1,19 +1,17 @@
-"""Divide a layer's optimizer state among workers, and say which iteration state is of.
+"""Divide the optimizer state of layers among workers, and keep versions of state.
 
 If state is sharded (ZeRO stage 1, Rajbhandari et al., SC 2020), the elements of a range of layers,
 in the order of its gradients, are cut into equal parts, one for each worker that reduces the range.
-Each worker owns a part, which it steps. It also is the *buddy* of another worker: it keeps a copy
-of that one's part and makes the same steps. Buddies are in different failure domains (machines) if
-there are several. So no state is lost in a failure that spares one of each pair of owner and buddy.
+Each worker owns a part, which it steps, and is the *buddy* of another worker: it keeps a copy of
+that worker's part, and makes the same steps. Buddies are in different failure domains if there are
+several, so no state is lost in a failure that spares one of each pair.
 
-Elements are those of the trained parameters, in the order of `named_parameters`; those of a layer
-count from 0. They are followed by the elements of parameters that are not cut but stored whole by
-all holders of the layer: parameters that layers share, which holders of other layers also have, and
-parameters of another dtype.
+Elements of a layer are those of its trained parameters, in the order of `named_parameters`, from 0.
+They are followed by those of parameters that are not cut but stored whole by all holders:
+parameters that layers share, those of another dtype, and those stepped by a rule.
 
-Parameters, optimizer states, copies of others' parts, and state sent between workers have a
-version: the iteration that they result from, and whether all of them do. Code that uses state names
-the version that it needs, so parts of two iterations are never mixed.
+All state has a version: the iteration that it results from, and whether all of it does. Code that
+uses state names the version that it needs, so parts of two iterations are never mixed.
 """
 
 from collections import Counter
@@ -26,38 +24,40 @@ from slipstream.schedules.schedule import Worker
 
 
 class VersionError(RuntimeError):
-    """Error, in one line, for state that is not that after the expected iteration."""
+    """Error, in one line, for state of another iteration than the expected one."""
 
 
 class Version(NamedTuple):
-    """Version of state: the iteration that it results from, and whether all does."""
+    """Version of some state: the iteration from whose step all or some of it results."""
 
     after: int
-    """Iteration after which the state has these values; -1 before the first one."""
+    """Iteration after which the state has these values; -1: before the first one."""
     whole: bool = True
     """True if all of the state has this version. False while any of it may be changing."""
 
     def require(self, after: int, what: str) -> None:
         """Raise VersionError, naming `what`, unless all state is that after iteration `after`."""
         if self != Version(after):
-            found = f"is the state after iteration {self.after}" if self.whole else \
-                f"is being changed to the state after iteration {self.after}"
+            found = (
+                f"is the state after iteration {self.after}"
+                if self.whole
+                else f"is being changed to the state after iteration {self.after}"
+            )
             raise VersionError(f"{what} {found}; expected the state after iteration {after}")
 
 
 Span = tuple[int, int]
 """Elements [start, stop) of a layer or of a range of layers."""
 Parts = Mapping[int, tuple[Span, ...]]
-"""Spans of each layer's elements, each stepped by itself wherever it is stored, to the same
-bits."""
+"""Spans of elements by layer, which can be stepped separately with the same result."""
 Domains = Sequence[Sequence[Worker]]
 """Groups of workers that fail together (`runtime.failure_domains`)."""
 OriginalMembers = Mapping[LayerRange, Sequence[Worker]]
-"""Original members of each range that has lost some, whose parts stay as they were."""
+"""Ranges of layers that have lost members, each with its original members."""
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of trained elements of a layer: `cut` into parts, or stored whole."""
+    """Numbers of a layer's trained elements that are cut into parts, and that are not."""
 
     cut: int
     whole: tuple[int, ...] = ()
@@ -76,17 +76,20 @@ class ElementCounts(NamedTuple):
 
 
 class StatePartition(NamedTuple):
-    """Partition of a range's elements into parts, each with an owner and perhaps a buddy. If state
-    is not sharded, there is one part, which all members store and step."""
+    """Partition of the elements of a range of layers into parts.
+
+    Each part has an owner and perhaps a buddy. Without sharding there is one part, which all
+    members store and step.
+    """
 
     members: tuple[Worker, ...]
     """Workers that reduce the range, ascending."""
     spans: tuple[Span, ...]
-    """Parts, of equal length except for the last ones. One with all elements if not sharded."""
+    """Parts, of equal length except for the last ones."""
     owners: tuple[int, ...]
-    """Index among the members of the owner of each part, which steps it."""
+    """Owner of each part, which steps it, as an index of `members`."""
     buddies: tuple[int | None, ...]
-    """Index among the members of the buddy of each part. None if it has no copy (yet)."""
+    """Buddy of each part, as an index of `members`; None if there is none."""
     sharded: bool
 
     @property
@@ -95,95 +98,121 @@ class StatePartition(NamedTuple):
         return self.spans[0][1] * len(self.spans)
 
     def own_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member owns; unsharded, the first member owns all."""
+        """Return the parts that a member owns; without sharding, the first member owns all."""
         return self._parts_of(worker, self.owners)
 
     def copied_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts of other members that a member keeps copies of."""
+        """Return the parts of which a member is the buddy, and so keeps copies."""
         return self._parts_of(worker, self.buddies)
 
     def stored_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return all parts that a member stores: its own, and its copies of others."""
+        """Return all parts that a member stores: owned and copied ones; all without sharding."""
         return (*self.own_parts(worker), *self.copied_parts(worker)) if self.sharded else self.spans
 
     def stepped_parts(self, worker: Worker) -> tuple[Span, ...]:
-        """Return the parts that a member steps, all if not sharded."""
+        """Return the parts that a member steps: those it owns; all without sharding."""
         return self.own_parts(worker) if self.sharded else self.spans
 
     def after_losses(self, members: Sequence[Worker]) -> "StatePartition | None":
         """Return the same partition for the remaining members.
 
-        A buddy becomes the owner of a lost member's part. Returns None if neither owner nor buddy
-        of some part remains, or if state is not sharded.
+        A buddy becomes the owner of a lost member's part. Returns None if some part is lost, or if
+        state is not sharded.
         """
-        places = {self.members.index(worker): place for place, worker in enumerate(members)}
-        keepers = [[places[keeper] for keeper in pair if keeper in places]
-                   for pair in zip(self.owners, self.buddies, strict=True)]
-        if not self.sharded or not all(keepers):
+        if not self.sharded:
             return None
-        return self._replace(members=tuple(members), owners=tuple(remaining[0] for remaining in keepers),
-                             buddies=tuple(remaining[1] if len(remaining) > 1 else None for remaining in keepers))
+        new_places = {self.members.index(worker): place for place, worker in enumerate(members)}
+        owners, buddies = list[int](), list[int | None]()
+        for pair in zip(self.owners, self.buddies, strict=True):
+            # Owner first: whoever of the two is left steps the part, and the other copies it.
+            keepers = [new_places[keeper] for keeper in pair if keeper in new_places]
+            if not keepers:
+                return None
+            owners.append(keepers[0])
+            buddies.append(keepers[1] if len(keepers) > 1 else None)
+        return self._replace(members=tuple(members), owners=tuple(owners), buddies=tuple(buddies))
 
     def _parts_of(self, worker: Worker, keepers: Sequence[int | None]) -> tuple[Span, ...]:
-        """Return the nonempty parts whose keeper, by index in `keepers`, a member is."""
         place = self.members.index(worker)
-        return tuple(span for span, keeper in zip(self.spans, keepers, strict=True)
-                     if keeper == place and span[0] < span[1])
+        return tuple(
+            span
+            for span, keeper in zip(self.spans, keepers, strict=True)
+            if keeper == place and span[0] < span[1]
+        )
 
 
-def build_partition(total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool) -> StatePartition:
-    """Return a partition of `total` elements over members.
+def build_partition(
+    total: int, members: Sequence[Worker], domains: Domains, *, sharded: bool
+) -> StatePartition:
+    """Return a partition of `total` elements over the members of a range of layers.
 
-    If state is not sharded, or there is one member, the only part is all elements, which each
-    member stores. Owner and buddy of a part are in different `domains`, if possible.
+    If `sharded`, each member owns one part, whose buddy is in another failure domain if possible.
+    Else everything is one part.
     """
+    # One member, or all if state is not sharded, has everything in one part.
     members = tuple(sorted(members))
     count = len(members)
     if not sharded or count == 1 or not total:
         return StatePartition(members, ((0, total),), (0,), (None,), sharded=False)
+    # Rounded up, so that the last parts may be shorter, or empty.
     size = -(-total // count)
-    spans = tuple((min(total, place * size), min(total, (place + 1) * size)) for place in range(count))
-    buddies = _assign_buddies([next((number for number, workers in enumerate(domains) if worker in workers), 0)
-                               for worker in members])
+    spans = tuple(
+        (min(total, place * size), min(total, (place + 1) * size)) for place in range(count)
+    )
+    domain_of = {worker: number for number, workers in enumerate(domains) for worker in workers}
+    buddies = _assign_buddies([domain_of.get(worker, 0) for worker in members])
     return StatePartition(members, spans, tuple(range(count)), buddies, sharded=True)
 
 
-def build_partitions(ranges: Mapping[LayerRange, Sequence[Worker]], cut_for: OriginalMembers,
-                     elements: Callable[[int], ElementCounts],
-                     domains: Domains, *, sharded: bool) -> dict[LayerRange, StatePartition]:
+def build_partitions(
+    ranges: Mapping[LayerRange, Sequence[Worker]],
+    cut_for: OriginalMembers,
+    elements: Callable[[int], ElementCounts],
+    domains: Domains,
+    *,
+    sharded: bool,
+) -> dict[LayerRange, StatePartition]:
     """Return the partition of each range of layers over the members that hold it.
 
-    A range in `cut_for` is cut for the original members named there, and lost members' parts go to
-    their buddies. Owner and buddy are in different `domains`, if possible. The function `elements`
-    returns the numbers of a layer's elements. Raises ValueError if neither owner nor buddy of some
-    part remains.
+    `cut_for` has ranges that stay cut for their original members; lost members' parts go to their
+    buddies. `elements` returns the numbers of a layer's elements; `domains` and `sharded` are those
+    of `build_partition`. Raises ValueError if neither owner nor buddy of some part remains.
     """
     cuts = {}
     for layers, members in ranges.items():
+        # State moves only if a range is cut anew, so after a loss it stays cut as it was.
         before = cut_for.get(layers)
-        initial = build_partition(sum(elements(layer).cut for layer in range(*layers)), before or members, domains,
-                                  sharded=sharded)
+        initial = build_partition(
+            sum(elements(layer).cut for layer in range(*layers)),
+            before or members,
+            domains,
+            sharded=sharded,
+        )
         remaining = initial if before is None else initial.after_losses(members)
         if remaining is None:
-            raise ValueError(f"layers {layers}: of some part neither owner nor buddy is left; expected one")
+            raise ValueError(
+                f"layers {layers}: of some part neither owner nor buddy is left; expected one"
+            )
         cuts[layers] = remaining
     return cuts
 
 
 def _assign_buddies(domains: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of each member's buddy, from its failure domain."""
-    # Each member is the buddy of one other, in another domain if possible: in the circle of members
-    # sorted by domain, the buddy is n places ahead, where n is the number of members of the largest
-    # domain.
+    # In the circle of members sorted by domain, the buddy is n places ahead, where n is the number
+    # of members of the largest domain: it is in another domain if that is possible.
     order = sorted(range(len(domains)), key=lambda place: (domains[place], place))
     ahead = max(Counter(domains).values()) % len(order) or 1
     buddy = {place: order[(index + ahead) % len(order)] for index, place in enumerate(order)}
     return tuple(buddy[place] for place in range(len(order)))
 
 
-def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int]) -> Iterator[tuple[int, Span]]:
-    """Yield a span of a range's elements as pairs of layer and span. The function `elements`
-    returns the number of a layer's elements that are cut into parts."""
+def split_by_layer(
+    span: Span, layers: LayerRange, elements: Callable[[int], int]
+) -> Iterator[tuple[int, Span]]:
+    """Divide a span of a range's elements; yield each layer with the span within it.
+
+    `elements` returns the number of elements of a layer.
+    """
     begins = 0
     for layer in range(*layers):
         start, stop = max(span[0] - begins, 0), min(span[1] - begins, elements(layer))
@@ -192,29 +221,36 @@ def split_by_layer(span: Span, layers: LayerRange, elements: Callable[[int], int
         begins += elements(layer)
 
 
-def parts_of_worker(worker: Worker, cuts: Mapping[LayerRange, StatePartition], elements: Callable[[int], ElementCounts],
-                    which: Callable[[StatePartition, Worker],
-                                    tuple[Span, ...]] = StatePartition.stored_parts) -> dict[int, tuple[Span, ...]]:
+def parts_of_worker(
+    worker: Worker,
+    cuts: Mapping[LayerRange, StatePartition],
+    elements: Callable[[int], ElementCounts],
+    which: Callable[[StatePartition, Worker], tuple[Span, ...]] = StatePartition.stored_parts,
+) -> dict[int, tuple[Span, ...]]:
     """Return, by layer, the spans that a member stores under `cuts`, or that `which` selects.
 
-    `which` is `StatePartition.own_parts` or `stepped_parts`. Parameters that are not cut are owned
-    by the first member; all members store and step them.
+    `which` is another method of `StatePartition`: `own_parts` or `stepped_parts`. `elements`
+    returns the numbers of a layer's elements. Parameters that are not cut are owned by the first
+    member; all members store and step them.
     """
     parts: dict[int, tuple[Span, ...]] = {}
-    for layers, cut_of_range in cuts.items():
-        for span in which(cut_of_range, worker):
+    for layers, partition in cuts.items():
+        for span in which(partition, worker):
             for layer, part in split_by_layer(span, layers, lambda layer: elements(layer).cut):
                 parts[layer] = (*parts.get(layer, ()), part)
-        for layer in range(*layers) if which is not StatePartition.own_parts or worker == cut_of_range.members[0] \
-                else ():
-            if whole := elements(layer).whole_spans:
-                parts[layer] = (*parts.get(layer, ()), *whole)
+        # Parameters that are not cut follow.
+        if which is StatePartition.own_parts and worker != partition.members[0]:
+            continue
+        for layer in range(*layers):
+            if whole_spans := elements(layer).whole_spans:
+                parts[layer] = (*parts.get(layer, ()), *whole_spans)
     return parts
 
 
 def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
-    """Return the elements of a span that are in no other, as ascending spans."""
+    """Return a span's elements that are in no span of `others`, as ascending spans."""
     remaining, (start, stop) = [], span
+    # All elements before `start` are treated.
     for first, end in sorted(others):
         if first > start:
             remaining.append((start, min(first, stop)))
@@ -226,7 +262,7 @@ def subtract(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(rest for rest in remaining if rest[0] < rest[1])
 
 
-def intersect(one: Span, other: Span) -> Span | None:
+def intersect(first: Span, second: Span) -> Span | None:
     """Return the intersection of two spans; None if it is empty."""
-    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
     return (start, stop) if start < stop else None

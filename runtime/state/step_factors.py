@@ -1,4 +1,4 @@
-"""Compute an iteration's learning rate, and the factor of its gradients by clipping."""
+"""Compute an iteration's learning rate, and the step factor of its gradients."""
 
 import functools
 import math
@@ -13,17 +13,19 @@ from slipstream.runtime.object_reference import load_reference
 
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov and Hutter, ICLR 2017
+    # Loshchilov and Hutter, ICLR 2017.
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "wsd": lambda progress: 1 - progress,
 }
-"""Functions, by schedule, from the decay's share that has passed to that ahead."""
+"""Remaining share of the rate, given the share of the decay that has passed."""
 
 
 def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
     """Return the learning rate of an iteration.
 
-    It equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or
-    CosineAnnealingLR; "wsd" is the schedule of MiniCPM (Hu et al., 2024).
+    The rate equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or
+    CosineAnnealingLR; "wsd" is the schedule of MiniCPM (Hu et al., 2024). Raises ConfigError as
+    `rate_factor` does.
     """
     return config.learning_rate * rate_factor(config, iteration)
 
@@ -34,7 +36,10 @@ def is_scheduled(config: TrainingConfig) -> bool:
 
 
 def rate_factor(config: TrainingConfig, iteration: int) -> float:
-    """Return the learning rate of an iteration as a multiple of `config.learning_rate`."""
+    """Return the learning rate of an iteration as a multiple of `config.learning_rate`.
+
+    Raises ConfigError if a user's own schedule cannot be loaded, fails, or returns a wrong number.
+    """
     if ":" in config.learning_rate_schedule:
         return _user_factor(config, iteration)
     warmup = config.warmup_iterations
@@ -43,43 +48,47 @@ def rate_factor(config: TrainingConfig, iteration: int) -> float:
     if config.learning_rate_schedule == "constant":
         return 1.0
     end = config.schedule_iterations or config.iterations
-    begin = warmup if config.learning_rate_schedule != "wsd" else end - (
-        config.decay_iterations or min(max(1, end // 10), end - warmup))
+    begin = warmup
+    if config.learning_rate_schedule == "wsd":
+        # By default the decay takes a tenth of the run.
+        begin = end - (config.decay_iterations or min(max(1, end // 10), end - warmup))
+    # From here on the decay is the same for all schedules: it ends at the final rate.
     progress = min(1.0, max(0, iteration - begin) / max(1, end - begin))
     final = (config.final_learning_rate or 0.0) / config.learning_rate
     return final + (1 - final) * _DECAYS[config.learning_rate_schedule](progress)
 
 
 def _user_factor(config: TrainingConfig, iteration: int) -> float:
-    """Return the user's own factor of the learning rate."""
-    # Raises ConfigError if the schedule fails, or the factor is negative or not finite.
     name = config.learning_rate_schedule
     try:
-        found = float(_load_schedule(name)(config, iteration))
+        factor = float(_load_schedule(name)(config, iteration))
     except ConfigError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which fails: {type(error).__name__}: "
-                          f"{first_line(error)}") from error
-    if not 0 <= found < math.inf:
-        raise ConfigError(f"training.learning_rate_schedule is {name!r}, which gives {found} for iteration {iteration};"
-                          " expected a finite number of at least 0")
-    return found
+        raise ConfigError(
+            f"training.learning_rate_schedule is {name!r}, which fails: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    if not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"training.learning_rate_schedule is {name!r}, which gives {factor} for iteration "
+            f"{iteration}; expected a finite number of at least 0"
+        )
+    return factor
 
 
 @functools.cache
 def _load_schedule(name: str) -> Callable[[TrainingConfig, int], float]:
-    """Import a user's function `module:function` for the factor of the learning rate."""
-    found: Callable[[TrainingConfig, int], float] = load_reference("training.learning_rate_schedule", name)
-    return found
+    schedule: Callable[[TrainingConfig, int], float] = load_reference(
+        "training.learning_rate_schedule", name
+    )
+    return schedule
 
 
+# On the host, 2 MiB stay in the cache, where the sum takes a third of the time. On a GPU, larger
+# chunks need fewer kernels.
 CHUNK_SIZE = {"cpu": 2**18, "cuda": 2**22}
-"""Gradient elements converted to float64 at a time, by type of device.
-
-On the host, 2 MiB stay in the cache; with 32 MiB, which are new pages each time, the sum took three
-times as long. On a GPU, chunks are larger, for fewer and larger kernels.
-"""
+"""Gradient elements converted to float64 at a time, by type of device."""
 NORM_EPSILON = 1e-6
 """Number added to the norm that divides gradients, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -87,8 +96,10 @@ NORM_EPSILON = 1e-6
 def sum_of_squares(gradient: Tensor) -> Tensor:
     """Return the sum of squares of a gradient, in float64, without copying it."""
     flat = gradient.detach().reshape(-1)
-    sums = [chunk.to(torch.float64, copy=True).square_().sum()
-            for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])]
+    sums = [
+        chunk.to(torch.float64, copy=True).square_().sum()
+        for chunk in torch.split(flat, CHUNK_SIZE[flat.device.type])
+    ]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
 
 
@@ -98,13 +109,14 @@ def needs_gradient_norm(config: TrainingConfig) -> bool:
 
 
 def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | None:
-    """Return the factor by which a step scales all gradients; None if it is skipped.
+    """Return the step factor of an iteration; None: its step is skipped.
 
-    It is skipped if the norm is not finite and `[training] skip_nonfinite` is set. `squares` has,
-    for each layer, the sum of squares of its gradients (`PartOptimizer.layer_squares`). The total
-    is rounded once, so it depends neither on the order of layers nor on which worker holds which:
-    all workers get the same bits.
+    A step is skipped if the norm of all gradients is not finite and `[training] skip_nonfinite` is
+    set. `squares` has, for each layer, the sum of squares of its gradients
+    (`PartOptimizer.layer_squares`).
     """
+    # The total is rounded once. So it depends neither on the order of layers nor on which worker
+    # holds which, and all workers get the same bits.
     norm = math.sqrt(_exact_sum(squares))
     if config.skip_nonfinite and not math.isfinite(norm):
         return None
@@ -113,7 +125,6 @@ def clip_factor(squares: Iterable[float], config: TrainingConfig) -> float | Non
 
 
 def _exact_sum(squares: Iterable[float]) -> float:
-    """Return the sum of sums of squares, rounded only once; infinity if it overflows."""
     try:
         return math.fsum(squares)
     except OverflowError:

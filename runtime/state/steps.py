@@ -9,11 +9,10 @@ al., ICLR 2024, section 4); undoing by copies keeps it exact.
 While the sums travel, the worker runs the first forwards of the next iteration. Forwards that ran
 on a wrong guess are void: until the end of the iteration all workers then pass empty tensors to
 each other and compute nothing, and they run the iteration once more. All workers decide this alike,
-from the same bits, and before any backward (which needs the last layer's step), so gradients of two
-iterations never mix. Workers that own parts of layers' states gather the parameters of the second
-step at the end of the void iteration, which all of them reach. After an iteration that was clipped,
-no guess is made for some iterations. So if clipping is frequent, timing is that of a synchronous
-optimizer, and nothing runs twice.
+from the same bits, and before any backward, so gradients of two iterations never mix. Workers that
+own parts of layers' states gather the parameters of the second step at the end of the void
+iteration, which all of them reach. After an iteration that was clipped, no guess is made for some
+iterations: if clipping is frequent, timing is that of a synchronous optimizer.
 """
 
 import math
@@ -29,7 +28,7 @@ from slipstream.runtime.state.parts import VersionError
 from slipstream.runtime.state.step_factors import clip_factor, needs_gradient_norm
 
 UNCLIPPED_TO_GUESS = 4
-"""Iterations without clipping after which guessing pays: a wrong guess costs less than one."""
+"""Iterations without clipping before the next guess; a wrong one costs less than an iteration."""
 
 
 class PendingSums(Protocol):
@@ -49,24 +48,32 @@ StartSum = Callable[[Sequence[float]], PendingSums]
 class StepState(Enum):
     """State of a worker's last optimizer step.
 
-    Until the sums over all workers that it depends on arrive, a step is GUESSED (made on the guess
+    A step depends on sums over all workers. Until they arrive, it is GUESSED (made on the guess
     that nothing is clipped), WAITING (not made), or REFUTED (not made, because this worker's
-    gradients show that the guess is wrong). Then it is FINAL, unless a guess was wrong. After a
-    wrong guess it is CORRECTED until all ranks of the worker `validate`, and VOID until
-    `leave_void_state`. A worker of one rank is never CORRECTED. `return_to` leads from any state to
-    FINAL.
+    gradients show that the guess is wrong). Then the step is FINAL, but after a wrong guess first
+    CORRECTED, until all ranks of the worker `validate`, and VOID, until `leave_void_state`. A
+    worker of one rank is never CORRECTED. `return_to` leads from any state to FINAL.
     """
 
     FINAL = "made or skipped for good"
     WAITING = "not made before the sums arrive"
     GUESSED = "made on the guess that nothing is clipped"
-    REFUTED = "not made before the sums arrive: workers guess, but this one's own gradients show that they are wrong"
-    CORRECTED = "final after a wrong guess, while other ranks of this worker may still compute from that guess"
-    VOID = "final after a wrong guess; all that workers compute is void, because it is based on that guess"
+    REFUTED = (
+        "not made before the sums arrive: workers guess, "
+        "but this one's own gradients show that they are wrong"
+    )
+    CORRECTED = (
+        "final after a wrong guess, "
+        "while other ranks of this worker may still compute from that guess"
+    )
+    VOID = (
+        "final after a wrong guess; "
+        "all that workers compute is void, because it is based on that guess"
+    )
 
 
 class StepController:
-    """Optimizer steps of one worker's layers, made at once on a guess where possible.
+    """Maker of one worker's optimizer steps, which are guessed where that saves waiting.
 
     A guess is checked when the gradient norm over all workers is known.
 
@@ -75,18 +82,25 @@ class StepController:
     layers
         Number of layers of the whole model.
     share
-        Function that starts to sum numbers (each layer's sum of squares of gradients, and the loss)
-        over all workers; None if steps do not depend on them (`needs_gradient_norm` is false).
+        Function that starts to sum over all workers: each layer's sum of squares of gradients, and
+        the loss. None if `needs_gradient_norm` is false.
     staggered
-        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon
-        anyway.
+        Whether steps may be guessed; with a synchronous optimizer all gradients are known soon.
     stepped
         Function called with each iteration whose step is final, or is known to be skipped, while
         the gradients are still those that it was made with.
     """
 
-    def __init__(self, holding: HeldLayers, config: TrainingConfig, *, layers: int, share: StartSum | None,
-                 staggered: bool, stepped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        holding: HeldLayers,
+        config: TrainingConfig,
+        *,
+        layers: int,
+        share: StartSum | None,
+        staggered: bool,
+        stepped: Callable[[int], None] = lambda _: None,
+    ) -> None:
         assert (share is not None) == needs_gradient_norm(config)
         self._holding = holding
         self._config = config
@@ -94,30 +108,31 @@ class StepController:
         self._share = share
         self._may_guess = staggered
         self._on_stepped = stepped
-        self._unclipped_iterations = UNCLIPPED_TO_GUESS  # in each order: a worker that joins must guess as others do
+        # The count starts anew in each order: a worker that joins must guess as others do.
+        self._unclipped_iterations = UNCLIPPED_TO_GUESS
         self.squares = 0.0
         """Sum of squares of the last gradients of own parts, before clipping."""
         self.iteration = 0
         """Iteration whose step is being made, or was made last."""
         self.state = StepState.FINAL
-        """State of that step."""
         self._sums: PendingSums | None = None
         """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known to be right, with its `clip_factor`, if any."""
+        """Last iteration whose step is known to be right, with its step factor; or None."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
 
-    def step(self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None) -> None:
-        """Run O: step all held layers, on the guess that nothing is clipped if necessary.
+    def step(
+        self, iteration: int, loss: float, until_unread: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run O: step all held layers, if necessary on the guess that nothing is clipped.
 
-        A guessed step is checked later (`validate`), and made again if it was wrong; without a
-        guess, a step that depends on the gradient norm waits for it. This worker's share of the
-        mean loss is `loss`. `until_unread` waits until no other worker reads this worker's
-        gradients. Raises CommunicationError, as `until_unread` may.
+        `loss` is this worker's summand of the mean loss. `until_unread` waits until no other worker
+        reads this worker's gradients. Raises CommunicationError, as `until_unread` may.
         """
         self.iteration = iteration
+        # Without clipping or skipping, the step depends on no other layer's gradients.
         if self._share is None:
             self.squares = self._holding.sum_squares()
             self._holding.step(iteration)
@@ -128,7 +143,9 @@ class StepController:
         squares = self._holding.layer_squares()
         contribution = [squares.get(layer, 0.0) for layer in range(self._layers)]
         self.squares = math.fsum(contribution)
+        # Each rank has its own squares, but all ranks the same loss, which counts once.
         self._sums = self._share([*contribution, loss if is_first_rank() else 0.0])
+        # If this worker's own layers already exceed the norm, the guess is known to be wrong.
         guesses = self._may_guess and self._unclipped_iterations >= UNCLIPPED_TO_GUESS
         if guesses and clip_factor(squares.values(), self._config) == 1.0:
             self.state = StepState.GUESSED
@@ -140,21 +157,21 @@ class StepController:
     def validate_if_arrived(self) -> None:
         """Validate the last step, as `validate` does, if the norm has arrived on all ranks.
 
-        To be called before a forward. If the step was guessed wrong, `state` is VOID afterwards:
-        the forward must not be computed. All ranks of the worker must call this together, because
-        they agree by a collective, unless `state` is FINAL or VOID. Raises CommunicationError.
+        To be called before a forward, by all ranks of the worker together. If `state` is VOID
+        afterwards, the forward must not be computed. Raises CommunicationError.
         """
+        # Ranks must decide alike, or the collectives within their layers would not match.
         arrived, group = self._sums is None or self._sums.has_arrived(), worker_group()
-        if arrived if group is None or self.state in (StepState.FINAL, StepState.VOID) else group.all_ready(arrived):
+        if group is not None and self.state not in (StepState.FINAL, StepState.VOID):
+            arrived = group.all_ready(arrived)
+        if arrived:
             self.validate()
 
     def validate(self) -> None:
         """Wait for the norm that the last step depends on, and correct a wrong guess.
 
-        Such a step is undone and made again with the right clip factor, and `state` becomes VOID:
-        what was computed since must be discarded. Returns at once if the last step is final.
-        Required before a backward, because the gradients of the iteration before are kept for a
-        second step until then. Raises CommunicationError.
+        After a wrong guess `state` becomes VOID: what was computed since then must be discarded.
+        Required before a backward. Raises CommunicationError.
         """
         self._conclude_sums()
         if self.state is StepState.CORRECTED:
@@ -167,47 +184,49 @@ class StepController:
 
     @property
     def is_void(self) -> bool:
-        """True if the last step was guessed wrong, so that what workers compute is void."""
+        """True if the last step was wrongly guessed, so that results since are discarded."""
         return self.state is StepState.VOID
 
     def leave_void_state(self) -> None:
-        """Set the state from VOID to FINAL. To be called when all workers have gathered the
-        parameters of the corrected step."""
+        """Set the state to FINAL, once all workers have gathered the corrected parameters."""
         self.state = StepState.FINAL
 
     def _conclude_sums(self) -> None:
-        """Wait for any sums under way, and make the step final by their clip factor."""
         if self._sums is None:
             return
         *squares, loss = self._sums.wait_for_sums()
         self.losses.append((self.iteration, loss))
         self._conclude_step(clip_factor(squares, self._config))
 
-    def return_to(self, committed: int, factor: float | None, *, known: bool = True) -> None:
-        """Make exactly the steps of all iterations up to `committed`, permanently, at a failure.
+    def return_to(
+        self, committed: int, factor: float | None, *, is_factor_known: bool = True
+    ) -> None:
+        """After a failure, keep all steps up to iteration `committed`, and undo a later one.
 
-        The clip factor of iteration `committed` is `factor` (None: its step is skipped). If the
-        factor is unknown, `known` is false, and recovery is possible only if the sums have reached
-        this worker. At most one later step has been made by any worker. Gradients are zero
-        afterwards, and no step follows, as the next order has its own controller. Raises
-        VersionError if recovery is not possible.
+        The step factor of iteration `committed` is `factor` (None: its step is skipped). No worker
+        has made more than one later step. Raises VersionError if this factor is unknown and the
+        step still waits for sums, or if the state is then still another iteration's.
         """
         self._when_validated.clear()
+        # The others know the factor of a committed step, even if its sums never arrive here.
         if self._sums is not None and self.iteration == committed:
-            if not known:
-                raise VersionError(f"the factor of the step of iteration {committed} is unknown; expected one")
+            if not is_factor_known:
+                raise VersionError(
+                    f"the factor of the step of iteration {committed} is unknown; expected one"
+                )
             self._conclude_step(factor)
         self._holding.optimizer.return_to(committed)
         self._sums, self.state = None, StepState.FINAL
 
     def _conclude_step(self, factor: float | None) -> None:
-        """Make the step final, with gradients times `factor` (None: skip it)."""
+        """Make the step final, with gradients times `factor`; None: the step is skipped."""
         # A step that was guessed right stays; any other guess is undone first.
         if self.state is StepState.GUESSED and factor != 1.0:
             self._holding.optimizer.undo()
         if self.state is not StepState.GUESSED or factor != 1.0:
             self._holding.step(self.iteration, factor)
         self._sums, self.validated = None, (self.iteration, factor)
+        # If all waited, nobody has computed on a guess.
         if factor == 1.0 or self.state is StepState.WAITING:
             self.state = StepState.FINAL
         else:
@@ -223,10 +242,8 @@ class StepController:
             self._when_validated.append(call)
 
     def _finish_step(self) -> None:
-        """Call `stepped`, zero the gradients, and make the calls stored by `when_validated`."""
         self._on_stepped(self.iteration)
         self._holding.zero_gradients()
         calls, self._when_validated = self._when_validated, []
         for call in calls:
             call()
-

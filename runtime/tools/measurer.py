@@ -5,6 +5,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import permutations
 
 import msgspec
@@ -32,30 +33,35 @@ from slipstream.runtime.state.parts import build_partition
 from slipstream.runtime.tools.stage_bench import StageBench, StageProfile, time_call
 from slipstream.schedules.schedule import Worker
 
-MAX_DOCUMENTS, MIN_DOCUMENT_TOKENS = 8, 16
-"""Largest number of documents in a sample, and smallest one's tokens, for measured ops."""
+MAX_DOCUMENTS = 8
+"""Largest number of documents in a sample with which ops are measured."""
+MIN_DOCUMENT_TOKENS = 16
+"""Smallest number of tokens of a document in a sample with which ops are measured."""
 LARGE_BYTES = 1 << 24
-"""Size in bytes of the tensor that is sent to measure the bandwidth between workers."""
+"""Bytes of the tensor that is sent to measure the bandwidth between workers."""
 MAX_REDUCTIONS = 1000
-"""Largest number of consecutive all-reduces during compute, to find how much they slow it."""
+"""Largest number of all-reduces during compute when their effect on it is measured."""
 _LAYERS = (0, 1)
-"""Range of layers that names the group of reductions; tensors need not be their gradients."""
+"""Range of layers by which sessions know the workers that reduce; any other would do."""
 
 
 class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Task of one measuring process, which measures some stages of the job's model."""
+    """Task of one measuring process: which stages of the job's model it measures, and how."""
 
     config: RunConfig
     ranges: tuple[tuple[int, int], ...]
     microbatches: int
     worker: int
-    """Number of the measuring worker that this process belongs to."""
+    """Number of the measuring worker to which this process belongs."""
     rank: int
     """Rank of this process within the worker."""
     workers: int
-    """Number of workers that measure."""
+    """Number of workers that measure compute, or exchange tensors, or both."""
     computing: int
-    """Workers that measure compute at once, of the lowest numbers; all exchange tensors."""
+    """Number of workers, from number 0 on, that measure compute at the same time.
+
+    The first two of all workers exchange tensors, and the first `reduce_group` reduce.
+    """
     reduce_group: int
     device: str
     cards: int
@@ -63,9 +69,12 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     rounds: int
     copies: int
-    """Workers of the job that hold each stage, among which optimizer state is sharded."""
+    """Number of workers of the job that hold each stage.
+
+    Sharded optimizer state is divided among them.
+    """
     by_lengths: bool = False
-    """True to measure ops also with samples of several documents and of half the length."""
+    """True to measure ops also for samples of several documents and of half the length."""
 
     @property
     def ranks_per_worker(self) -> int:
@@ -74,21 +83,22 @@ class MeasuringTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured_stages(self) -> Sequence[int]:
-        """Indices of the stages that this worker measures. Every stage is measured by some worker;
-        with more computing workers than stages, several measure the same one."""
+        """Indices of the stages that this worker measures."""
         if self.worker >= self.computing:
             return ()
+        # Every stage is measured by some worker; with more computing workers than stages, several
+        # measure the same one.
         last = max(len(self.ranges), self.worker + 1)
         return [index % len(self.ranges) for index in range(self.worker, last, self.computing)]
 
 
 class MeasuredNetwork(msgspec.Struct, frozen=True):
-    """Latency and bandwidth between workers, and how much reductions slow compute."""
+    """Latency and bandwidth between two workers, and how much reductions slow compute."""
 
     latency: float = 0.0
     """Seconds to send the smallest tensor from one worker to another."""
     bandwidth: float = 0.0
-    """Bandwidth from one worker to another, in bytes per second; 0 with only one worker."""
+    """Bytes per second from one worker to another; 0 with only one worker."""
     slowdown: float = 0.0
     """Fraction of a reduction's time in which simultaneous compute makes no progress."""
 
@@ -99,7 +109,7 @@ class Measurement(msgspec.Struct, frozen=True):
     stages: dict[int, StageProfile]
     all_reduce: list[float]
     gather: list[float]
-    """Seconds of gathering each stage's parameters after a step; 0 unless state is sharded."""
+    """Seconds to gather each stage's parameters after a step; 0 unless state is sharded."""
     transfer: float
     network: MeasuredNetwork
     waiting: float
@@ -111,33 +121,42 @@ _TASK = msgspec.json.Decoder(MeasuringTask)
 
 
 class _Measurer:
-    """Measurer of compute, memory and transfers in one process."""
-
     def __init__(self, task: MeasuringTask, store: TCPStore) -> None:
         self._task, self._store = task, store
         self._device = torch.device("cpu")
+        # Processes take the machine's GPUs in turn.
         if task.cards:
-            self._device = torch.device("cuda", (task.worker * task.ranks_per_worker + task.rank) % task.cards)
+            self._device = torch.device(
+                "cuda", (task.worker * task.ranks_per_worker + task.rank) % task.cards
+            )
             torch.cuda.set_device(self._device)
         training = task.config.training
         torch.set_num_threads(training.threads)
         self._group = enter_group(task.rank, task.ranks_per_worker)
-        self._model: LayeredModel = build_model(task.config.model, training.seed, parameter_dtype(training),
-                                                self._device)
+        self._model: LayeredModel = build_model(
+            task.config.model, training.seed, parameter_dtype(training), self._device
+        )
         self._forms = find_forms(self._model, task.config)
         self._data = load_data(task.config)
         self._benches: dict[int, StageBench] = {}
 
     def measure_all(self) -> Measurement:
-        """Measure compute beside the other processes, then exchange tensors; return all results."""
+        """Measure compute while others do, then exchanges of tensors; return the results."""
         task = self._task
+        # The measuring workers connect as those of a run do; only the first two exchange tensors.
         everyone = [Worker(worker, 0) for worker in range(task.workers)]
-        me, reduce_group = everyone[task.worker], everyone[:task.reduce_group]
-        membership = Membership(1, {worker: place for place, worker in enumerate(everyone)}, me, self._group)
-        session = GenerationSession(membership, links=GroupCache(task.transport), device=self._device,
-                                    store=self._store)
-        session.connect({_LAYERS: reduce_group} if me in reduce_group else {},
-                        pairs=list(permutations(everyone[:2], 2)))
+        me, reduce_group = everyone[task.worker], everyone[: task.reduce_group]
+        membership = Membership(
+            1, {worker: place for place, worker in enumerate(everyone)}, me, self._group
+        )
+        session = GenerationSession(
+            membership, links=GroupCache(task.transport), device=self._device, store=self._store
+        )
+        session.connect(
+            {_LAYERS: reduce_group} if me in reduce_group else {},
+            pairs=list(permutations(everyone[:2], 2)),
+        )
+        # Compute first, then communication: neither disturbs the other.
         stages, waiting = self._measure_stages() if task.measured_stages else ({}, 0.0)
         self._wait_for_processes("measured by all", task.workers)
         all_reduce, gather, transfer = [0.0] * len(task.ranges), [0.0] * len(task.ranges), 0.0
@@ -161,132 +180,191 @@ class _Measurer:
         self._wait_for_processes("caches emptied", task.workers)
         free, total = torch.cuda.mem_get_info(self._device)
         processes = task.workers * task.ranks_per_worker
-        sharing = len([process for process in range(processes) if process % task.cards == self._device.index])
+        sharing = len(
+            [process for process in range(processes) if process % task.cards == self._device.index]
+        )
         return max(0, (total - free) // sharing - torch.cuda.memory_reserved(self._device))
 
     def _measure_stages(self) -> tuple[dict[int, StageProfile], float]:
-        """Return the profiles of this worker's stages, and the share of time without a core."""
+        """Return each measured stage's profile, and the share of time spent off the CPU."""
         # The share is 0 on a GPU, and for a worker of several processes.
         task = self._task
-        self._benches = benches = {index: self._build_bench(index, task.config) for index in task.measured_stages}
-        # Torch's modes do not see what compiled layers keep, which is at most as much as without compilation.
-        memory = {index: {**(self._build_changed_bench(index, compile=False) if task.config.training.compile
-                             else bench).measure_memory(),
-                          **self._measure_recomputed(index), "sent_bytes": self._count_sent_bytes(index)}
-                  for index, bench in benches.items()}
+        self._benches = benches = {
+            index: self._build_bench(index, task.config) for index in task.measured_stages
+        }
+        # Torch's modes do not see what compiled layers keep, which is at most as much as without
+        # compilation.
+        memory = {}
+        for index, bench in benches.items():
+            plain = bench
+            if task.config.training.compile:
+                plain = self._build_changed_bench(index, compile=False)
+            memory[index] = {
+                **plain.measure_memory(),
+                **self._measure_recomputed(index),
+                "sent_bytes": self._count_sent_bytes(index),
+            }
+        # From here on the benches hold what a member holds, and are warm.
         for bench in benches.values():
             bench.keep_member_part(task.copies)
             bench.measure_round()
         self._wait_for_processes("warm", task.computing)
+        # The measured rounds.
         stages, waiting = {}, 0.0
-        began, ran = time.perf_counter(), time.thread_time()
+        start, start_computed = time.perf_counter(), time.thread_time()
         for index, bench in benches.items():
             rounds = [bench.measure_round() for _ in range(task.rounds)]
-            medians = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
-            stages[index] = StageProfile(**medians, **memory[index],  # type: ignore[arg-type]
-                                         by_lengths=tuple(self._measure_by_lengths(bench)))
-        # The thread that waits for a GPU is not the one that computes; ranks wait for each other within each op.
+            medians = {}
+            for name in rounds[0]:
+                medians[name] = statistics.median(result[name] for result in rounds)
+            stages[index] = StageProfile(
+                **medians,  # type: ignore[arg-type]
+                **memory[index],
+                by_lengths=tuple(self._measure_by_lengths(bench)),
+            )
+        # The thread that waits for a GPU is not the one that computes; ranks wait for each other
+        # within each op.
         if self._device.type == "cpu" and self._group is None:
-            waiting = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
-        # A worker that has finished keeps the machine busy, so that the others measure under the same load.
+            computed = time.thread_time() - start_computed
+            waiting = 1 - computed / (time.perf_counter() - start)
+        # A worker that has finished keeps the machine busy, so that the others measure under the
+        # same load.
         self._store.add("measured", 1)
-        while not self._all_ranks_ready(self._store.add("measured", 0) >= task.computing * task.ranks_per_worker):
+        while not self._all_ranks_ready(
+            self._store.add("measured", 0) >= task.computing * task.ranks_per_worker
+        ):
             bench.measure_round()
         return stages, waiting
 
     def _measure_by_lengths(self, bench: StageBench) -> Iterator[tuple[float, ...]]:
-        """Yield the times of ops for samples of 1, 2, 4, ... documents, if the task asks for
-        them."""
+        """Yield rows of `StageProfile.by_lengths`; none unless the task wants them."""
         # They are rows of `StageProfile.by_lengths`: first for samples of the whole context, then
         # of half of it. Each value is the median of several measurements.
         task = self._task
         if not task.by_lengths:
             return
         context = task.config.model.context
-        for share, most in ((1, MAX_DOCUMENTS), (2, MAX_DOCUMENTS // 2)):
-            model = msgspec.structs.replace(task.config.model, context=context // share)
-            at_layer = self._forms if share == 1 else find_forms(
-                self._model, msgspec.structs.replace(task.config, model=model))
+        for divisor, max_documents in ((1, MAX_DOCUMENTS), (2, MAX_DOCUMENTS // 2)):
+            length = context // divisor
+            model = msgspec.structs.replace(task.config.model, context=length)
+            at_layer = self._forms
+            if divisor > 1:
+                config = msgspec.structs.replace(task.config, model=model)
+                at_layer = find_forms(self._model, config)
             documents = 1
-            while documents <= most and context // share // documents >= MIN_DOCUMENT_TOKENS:
-                rows = [bench.measure_documents(documents, at_layer) for _ in range(1 + task.rounds)][1:]
-                yield tuple(statistics.median(column) for column in zip(*rows, strict=True))
+            while documents <= max_documents and length // documents >= MIN_DOCUMENT_TOKENS:
+                rows = [
+                    bench.measure_documents(documents, at_layer) for _ in range(1 + task.rounds)
+                ]
+                # The first one warms up.
+                columns = zip(*rows[1:], strict=True)
+                yield tuple(statistics.median(column) for column in columns)
                 documents *= 2
 
     def _build_bench(self, index: int, config: RunConfig) -> StageBench:
         task, layers = self._task, self._task.ranges[index]
         holding = build_holding(self._model, range(*layers), config.training)
-        stage = SliceRunner(layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config)
+        stage = SliceRunner(
+            layers, holding.modules, self._model, loss_scale=1 / task.microbatches, config=config
+        )
         bench = StageBench(stage, holding, self._forms, config, self._data, self._device)
         bench.keep_member_part(task.copies)
         return bench
 
     def _measure_recomputed(self, index: int) -> dict[str, int]:
-        """Return `recomputed_bytes` of a stage, in a dict; empty unless the planner may choose."""
+        """Return a dict with a stage's `recomputed_bytes`; empty unless `recompute` is "auto"."""
+        # Only then may the planner choose which layers are recomputed.
         if self._task.config.training.recompute != "auto":
             return {}
-        return {"recomputed_bytes": self._build_changed_bench(index,
-                                                              recompute="full").measure_memory()["activation_bytes"]}
+        sizes = self._build_changed_bench(index, recompute="full").measure_memory()
+        return {"recomputed_bytes": sizes["activation_bytes"]}
 
     def _count_sent_bytes(self, index: int) -> int:
+        # The first stage sends no gradient.
         begin, _ = self._task.ranges[index]
         return _count_bytes(carrier_form(gradient_form(self._forms[begin]))) if begin else 0
 
     def _build_changed_bench(self, index: int, **training: object) -> StageBench:
         config = self._task.config
-        return self._build_bench(index, msgspec.structs.replace(
-            config, training=msgspec.structs.replace(config.training, **training)))
+        return self._build_bench(
+            index,
+            msgspec.structs.replace(
+                config, training=msgspec.structs.replace(config.training, **training)
+            ),
+        )
 
-    def _measure_communication(self, session: GenerationSession, everyone: Sequence[Worker]
-                               ) -> tuple[list[float], list[float], float]:
-        """Measure collectives and transfers between workers, together with all other processes."""
+    def _measure_communication(
+        self, session: GenerationSession, everyone: Sequence[Worker]
+    ) -> tuple[list[float], list[float], float]:
+        """Return seconds to reduce and gather each stage, and to transfer; all call this."""
         # Returns three results: the seconds of each stage's all-reduce, the seconds to gather each
         # stage's parameters (0 unless the optimizer's state is sharded), and the seconds to
         # transfer the largest activation from one worker to another (0 except on the first two
         # workers). All ranks of a worker measure at the same time, each with the ranks of its own
         # index.
         task = self._task
-        passed = [carrier_form(self._forms[end]) for _, end in task.ranges]
-        largest = max(passed[:-1], key=_count_bytes, default=passed[-1])
-        transfer = self._measure_median(lambda: _time_round_trip(session, task.worker, everyone, largest, self._device)
-                                        / 2)
-        all_reduce, gather, reduce_group = [], [], everyone[:task.reduce_group]
+        forms = [carrier_form(self._forms[end]) for _, end in task.ranges]
+        largest = max(forms[:-1], key=_count_bytes, default=forms[-1])
+        transfer = self._measure_median(
+            lambda: _time_round_trip(session, task.worker, everyone, largest, self._device) / 2
+        )
+        all_reduce, gather, reduce_group = [], [], everyone[: task.reduce_group]
         for layers in task.ranges:
             gradients = self._allocate_gradients(layers)
             if task.config.training.shard_optimizer and everyone[task.worker] in reduce_group:
-                reduced, gathered = self._measure_part_exchange(session, sum(map(len, gradients)), reduce_group)
+                reduced, gathered = self._measure_part_exchange(
+                    session, sum(map(len, gradients)), reduce_group
+                )
                 all_reduce.append(reduced)
                 gather.append(gathered)
                 continue
             gather.append(0.0)
-            all_reduce.append(self._measure_median(lambda: time_call(
-                lambda: session.sum_over_sharers(_LAYERS, gradients), self._device)))  # noqa: B023  # called here
+
+            def reduce(gradients: list[Tensor] = gradients) -> float:
+                return time_call(lambda: session.sum_over_sharers(_LAYERS, gradients), self._device)
+
+            all_reduce.append(self._measure_median(reduce))
         return all_reduce, gather, transfer
 
-    def _measure_network(self, session: GenerationSession, everyone: Sequence[Worker]) -> MeasuredNetwork:
-        """Return latency and bandwidth, valid on the first two workers, and the slowdown."""
+    def _measure_network(
+        self, session: GenerationSession, everyone: Sequence[Worker]
+    ) -> MeasuredNetwork:
+        """Measure transfers between workers, and how reductions slow compute."""
+        # All workers call this together; only the first two, which exchange tensors, get valid
+        # values.
         task = self._task
-        little, much = (self._measure_median(lambda: _time_round_trip(
-            session, task.worker, everyone, TensorForm((size,), torch.uint8), self._device) / 2)  # noqa: B023
-            for size in (1, LARGE_BYTES))
+
+        def time_transfer(size: int) -> float:
+            form = TensorForm((size,), torch.uint8)
+            return _time_round_trip(session, task.worker, everyone, form, self._device) / 2
+
+        # A transfer takes the latency, and its bytes over the bandwidth.
+        small_seconds = self._measure_median(partial(time_transfer, 1))
+        large_seconds = self._measure_median(partial(time_transfer, LARGE_BYTES))
+        bandwidth = LARGE_BYTES / max(1e-9, large_seconds - small_seconds)
         self._wait_for_processes("links measured", task.workers)
         slowdown = self._measure_slowdown(session) if task.worker < task.reduce_group > 1 else 0.0
-        return MeasuredNetwork(little, LARGE_BYTES / max(1e-9, much - little), slowdown)
+        return MeasuredNetwork(small_seconds, bandwidth, slowdown)
 
     def _measure_slowdown(self, session: GenerationSession) -> float:
         """Return the fraction of a reduction's time in which compute makes no progress."""
         # It compares rounds of compute alone with rounds during which another thread reduces
         # gradients of the longest stage.
         task = self._task
-        gradients = self._allocate_gradients(max(task.ranges, key=lambda layers: layers[1] - layers[0]))
+        gradients = self._allocate_gradients(
+            max(task.ranges, key=lambda layers: layers[1] - layers[0])
+        )
         bench = self._benches.get(min(self._benches, default=-1))
 
         def reduce() -> None:
             session.sum_over_sharers(_LAYERS, gradients)
 
         def reduce_all() -> None:
-            stream = (torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-                      if self._device.type == "cuda" else None)
+            stream = (
+                torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                if self._device.type == "cuda"
+                else None
+            )
             with torch.cuda.stream(stream):  # does nothing if the stream is None
                 for _ in range(count):
                     reduce()
@@ -296,12 +374,14 @@ class _Measurer:
         def compute() -> float:
             return time_call(bench.measure_round, self._device) if bench else 0.0
 
+        # One process chooses how many reductions last for all rounds of compute.
         alone = self._measure_median(compute)
-        once = self._measure_median(lambda: time_call(reduce, self._device))
+        reduction = self._measure_median(lambda: time_call(reduce, self._device))
         if task.worker == task.rank == 0:
-            reductions = math.ceil((task.rounds + 1) * 2 * alone / max(once, 1e-6))
+            reductions = math.ceil((task.rounds + 1) * 2 * alone / max(reduction, 1e-6))
             self._store.set("reductions", str(min(max(reductions, 2), MAX_REDUCTIONS)))
         count = int(self._store.get("reductions"))
+        # Rounds of compute while another thread reduces, for as long as all ranks' threads do.
         overlapped: list[float] = []
         thread = threading.Thread(target=reduce_all)
         thread.start()
@@ -314,19 +394,29 @@ class _Measurer:
         complete = overlapped[:-1]  # the last round ended without reductions
         return max(0.0, 1 - alone / statistics.median(complete)) if complete else 0.0
 
-    def _measure_part_exchange(self, session: GenerationSession, total: int, members: Sequence[Worker]
-                               ) -> tuple[float, float]:
-        """Return the seconds to reduce and to gather `total` elements sharded over `members`."""
+    def _measure_part_exchange(
+        self, session: GenerationSession, total: int, members: Sequence[Worker]
+    ) -> tuple[float, float]:
+        """Return the seconds to reduce, and to gather, `total` elements sharded over `members`."""
         # Each owns one part. Both are 0 if nothing is sharded, as with one member.
-        training, shares = self._task.config.training, build_partition(total, members, (), sharded=True)
+        training = self._task.config.training
+        shares = build_partition(total, members, (), sharded=True)
         if not shares.sharded:
             return 0.0, 0.0
         exchange = PartExchange(session)
-        gradients = torch.zeros(shares.padded_length, dtype=gradient_dtype(training) or parameter_dtype(training),
-                                device=self._device)
-        parameters = torch.zeros(shares.padded_length, dtype=parameter_dtype(training), device=self._device)
-        copies = {span: torch.zeros_like(gradients[slice(*span)])
-                  for span in shares.copied_parts(members[self._task.worker])}
+        gradients = torch.zeros(
+            shares.padded_length,
+            dtype=gradient_dtype(training) or parameter_dtype(training),
+            device=self._device,
+        )
+        parameters = torch.zeros(
+            shares.padded_length, dtype=parameter_dtype(training), device=self._device
+        )
+        # A buddy also receives the gradients of the part that it copies.
+        copies = {
+            span: torch.zeros_like(gradients[slice(*span)])
+            for span in shares.copied_parts(members[self._task.worker])
+        }
 
         def reduce() -> None:
             exchange.reduce_gradients(_LAYERS, gradients, shares, copies)
@@ -335,19 +425,24 @@ class _Measurer:
         def gather() -> None:
             exchange.start_gather(_LAYERS, parameters, shares)()
 
-        return (self._measure_median(lambda: time_call(reduce, self._device)),
-                self._measure_median(lambda: time_call(gather, self._device)))
+        return (
+            self._measure_median(lambda: time_call(reduce, self._device)),
+            self._measure_median(lambda: time_call(gather, self._device)),
+        )
 
     def _allocate_gradients(self, layers: tuple[int, int]) -> list[Tensor]:
+        # One flat tensor for each dtype, as in training, whose numbers do not matter.
         sizes: dict[torch.dtype, int] = {}
         for layer in range(*layers):
             for parameter in build_on_meta(self._model, layer).parameters():
                 if parameter.requires_grad:
                     sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        return [torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()]
+        return [
+            torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()
+        ]
 
     def _measure_median(self, measure: Callable[[], float]) -> float:
-        """Return the median of several results of `measure`, after a first one that is ignored."""
+        """Return the median result of several calls of `measure`, after a first one ignored."""
         # The ranks of a worker begin each measurement together.
         results = []
         for _ in range(1 + self._task.rounds):
@@ -356,19 +451,28 @@ class _Measurer:
         return statistics.median(results[1:])
 
     def _all_ranks_ready(self, ready: bool) -> bool:
-        """Return whether `ready` is true on all ranks of this worker, which call this together."""
+        """Return whether `ready` is true on all ranks of this worker; all call this together."""
         return ready if self._group is None else self._group.all_ready(ready)
 
     def _wait_for_processes(self, what: str, workers: int) -> None:
-        """Wait until the first `workers` workers' processes have called this with `what`, once."""
+        """Wait until all processes of `workers` workers have called this with a new name `what`."""
+        # The counter of this name in the store says how many processes have come.
         self._store.add(what, 1)
         while self._store.add(what, 0) < workers * self._task.ranks_per_worker:
             time.sleep(0.002)
 
 
-def _time_round_trip(session: GenerationSession, worker: int, everyone: Sequence[Worker], form: TensorForm,
-                     device: torch.device) -> float:
-    """Return a tensor's seconds from the first worker to the second and back. 0 on others."""
+def _time_round_trip(
+    session: GenerationSession,
+    worker: int,
+    everyone: Sequence[Worker],
+    form: TensorForm,
+    device: torch.device,
+) -> float:
+    """Return the seconds of a tensor's round trip between workers 0 and 1.
+
+    Other workers return 0 at once.
+    """
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)
@@ -392,10 +496,10 @@ def _count_bytes(form: TensorForm) -> int:
 
 
 def measure(data: bytes) -> bytes:
-    """Run one measuring process: decode its `MeasuringTask`, and return the encoded
-    `Measurement`."""
+    """Run a measuring process: decode its `MeasuringTask`, return the encoded `Measurement`."""
     task = _TASK.decode(data)
     configure_interface(task.rendezvous)
+    # NCCL refuses two ranks of one host on one GPU, so each process gets a host name of its own.
     if task.config.training.share_devices:
         set_own_nccl_host(f"{task.worker}:{task.rank}")
     return msgspec.json.encode(_Measurer(task, connect_store(task.rendezvous)).measure_all())

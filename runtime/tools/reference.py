@@ -1,7 +1,7 @@
 """Run the same training in one process, as plainly as torch allows.
 
-The runtime must reproduce the result. It shares the model, the text and the optimizer with the
-runtime, but none of the code that runs stages.
+The runtime must reproduce the result. This module shares the model, the text and the optimizer with
+the runtime, but none of the code that runs stages.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.runtime.config import RunConfig, TrainingConfig
-from slipstream.runtime.data.data import Data, Microbatch, is_evaluated, load_data, load_validation_data
+from slipstream.runtime.data.data import (
+    Data,
+    Microbatch,
+    is_evaluated,
+    load_data,
+    load_validation_data,
+)
 from slipstream.runtime.data.loss_weights import LossWeights
 from slipstream.runtime.models.calling import LayerCall, adapt_loss, collecting_losses, move_batch
 from slipstream.runtime.models.layered_model import (
@@ -36,25 +42,27 @@ class ReferenceResult:
     """Result of training in one plain process, with which a run is compared."""
 
     losses: list[float]
-    """Mean loss of each iteration over its micro-batches, computed before its step."""
+    """Mean loss of each iteration's micro-batches, computed before the step."""
     parameters: dict[str, Tensor]
     """Parameters after the last iteration, on the CPU, by "layer.name"."""
     digest: str
     """Hash of all parameters after the last iteration (`parameter_digest`)."""
     evaluations: dict[int, float]
-    """Loss of the validation data, by the iteration after which it was evaluated."""
+    """Loss of the validation data after each iteration that was followed by an evaluation."""
     masters: dict[str, Tensor] = field(default_factory=dict)
     """Float32 master weights by "layer.name"; empty if the training has none."""
 
 
-def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: int,
-                  device: torch.device = CPU) -> ReferenceResult:
+def reference_run(
+    config: RunConfig, microbatches: Sequence[int], iterations: int, device: torch.device = CPU
+) -> ReferenceResult:
     """Train the whole model in this process on the micro-batches of all pipelines.
 
-    The number of micro-batches of each pipeline is in `microbatches`. Uses as many threads as a
-    worker: with one thread for each core, threads would mostly wait for each other in the ops of a
-    small model. Raises ConfigError if the model or the text cannot be loaded.
+    `microbatches` has the number of micro-batches of each pipeline. Raises ConfigError if the model
+    or the text cannot be loaded.
     """
+    # As many threads as a worker has: with one for each core, threads would mostly wait for each
+    # other in the ops of a small model.
     before = torch.get_num_threads()
     torch.set_num_threads(config.training.threads)
     try:
@@ -63,8 +71,10 @@ def reference_run(config: RunConfig, microbatches: Sequence[int], iterations: in
         torch.set_num_threads(before)
 
 
-def _train_model(config: RunConfig, microbatches: Sequence[int], iterations: int,
-                 device: torch.device) -> ReferenceResult:
+def _train_model(
+    config: RunConfig, microbatches: Sequence[int], iterations: int, device: torch.device
+) -> ReferenceResult:
+    # Build the whole model, its optimizer and its data.
     training = config.training
     model = build_model(config.model, training.seed, parameter_dtype(training), device)
     corpus = load_data(config, microbatches)
@@ -76,84 +86,131 @@ def _train_model(config: RunConfig, microbatches: Sequence[int], iterations: int
     weights = LossWeights(corpus, training, microbatches)
     losses, evaluations = [], {}
     for iteration in range(iterations):
+        # Accumulate the gradients of all micro-batches.
         total = 0.0
-        for pipeline, count in enumerate(microbatches):
-            for index in range(count):
-                loss = _compute_loss(config, model, layers, corpus, Microbatch(iteration, pipeline, index))
-                scaled = loss * weights(Microbatch(iteration, pipeline, index))
-                scaled.backward()  # type: ignore[no-untyped-call]
-                total += scaled.item()
+        for microbatch in _list_microbatches(iteration, microbatches):
+            loss = _compute_loss(config, model, layers, corpus, microbatch)
+            scaled = loss * weights(microbatch)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            total += scaled.item()
+
+        # Clip and step.
         factor = clip_factor(optimizer.compute_squares(), training)
         if factor is not None:
             optimizer.step(iteration, factor)
         layers.zero_grad()
         losses.append(total)
+
+        # Evaluate, by parameters after the step.
         if validation is not None and is_evaluated(training, iteration):
             layers.eval()
             with torch.no_grad():
                 rounds = training.evaluation_iterations
-                of_validation = LossWeights(validation, training, microbatches, rounds)
-                samples = [Microbatch(one, pipeline, index) for one in range(rounds)
-                           for pipeline, count in enumerate(microbatches) for index in range(count)]
-                evaluations[iteration] = sum(of_validation(one)
-                                             * _compute_loss(config, model, layers, validation, one).item()
-                                             for one in samples) / rounds
+                validation_weights = LossWeights(validation, training, microbatches, rounds)
+                parts = []
+                for number in range(rounds):
+                    for microbatch in _list_microbatches(number, microbatches):
+                        loss = _compute_loss(config, model, layers, validation, microbatch)
+                        parts.append(validation_weights(microbatch) * loss.item())
+                evaluations[iteration] = sum(parts) / rounds
             layers.train()
     parameters = {name: parameter.detach().cpu() for name, parameter in layers.named_parameters()}
-    return ReferenceResult(losses, parameters, parameter_digest(parameters), evaluations,
-                           optimizer.get_master_weights() if training.master_weights else {})
+    return ReferenceResult(
+        losses,
+        parameters,
+        parameter_digest(parameters),
+        evaluations,
+        optimizer.get_master_weights() if training.master_weights else {},
+    )
+
+
+def _list_microbatches(iteration: int, microbatches: Sequence[int]) -> list[Microbatch]:
+    return [
+        Microbatch(iteration, pipeline, index)
+        for pipeline, count in enumerate(microbatches)
+        for index in range(count)
+    ]
 
 
 class PlainSteps(OptimizerSteps):
-    """Optimizer that steps a model's parameters, or float32 masters of bfloat16 ones. Gradients of
-    parameters with master weights are accumulated in the configured dtype."""
+    """Optimizer of a model's parameters, or of the float32 masters of bfloat16 ones."""
 
     def __init__(self, layers: nn.ModuleList, config: TrainingConfig) -> None:
         last, rules = len(layers) - 1, rules_of(dict(enumerate(layers)))
         self._ruled = rules.keys()
-        self._stepped_by = {name: (parameter, nn.Parameter(parameter.detach().float())
-                                   if config.master_weights else parameter)
-                            for name, parameter in layers.named_parameters() if parameter.requires_grad}
+        # Each parameter, with the master by which it is stepped, or itself.
+        self._stepped_by: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, parameter in layers.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            master = parameter
+            if config.master_weights:
+                master = nn.Parameter(parameter.detach().float())
+            self._stepped_by[name] = (parameter, master)
         stepped = dict(self._stepped_by.values())
-        for parameter in self._without_rules() if config.master_weights else ():
-            parameter.grad_dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
-        super().__init__([{**group, "params": [stepped[one] for one in group["params"]]}
-                          for group in build_groups({name: one for name, (one, _) in self._stepped_by.items()}, config,
-                                                    last, rules)],
-                         config)
+
+        # Gradients of parameters with masters are accumulated in the configured dtype.
+        if config.master_weights:
+            dtype = torch.float32 if config.reduce_dtype == "float32" else torch.bfloat16
+            for parameter in self._without_rules():
+                parameter.grad_dtype = dtype
+
+        # The groups are those of the model's parameters, with masters in their place.
+        parameters = {name: parameter for name, (parameter, _) in self._stepped_by.items()}
+        groups = []
+        for group in build_groups(parameters, config, last, rules):
+            masters = [stepped[parameter] for parameter in group["params"]]
+            groups.append({**group, "params": masters})
+        super().__init__(groups, config)
 
     def compute_squares(self) -> list[float]:
-        """Return the sum of squares of each gradient, except for parameters with a step rule. They
-        give the norm by which gradients are clipped."""
-        return [sum_of_squares(parameter.grad).item() for parameter in self._without_rules()
-                if parameter.grad is not None]
+        """Return each gradient's sum of squares, except for parameters with a step rule."""
+        return [
+            sum_of_squares(parameter.grad).item()
+            for parameter in self._without_rules()
+            if parameter.grad is not None
+        ]
 
     def _without_rules(self) -> list[nn.Parameter]:
-        """Return all trained parameters except those with a step rule."""
-        return [parameter for name, (parameter, _) in self._stepped_by.items() if name not in self._ruled]
+        return [
+            parameter
+            for name, (parameter, _) in self._stepped_by.items()
+            if name not in self._ruled
+        ]
 
     def step(self, iteration: int, factor: float) -> None:
-        """Step all parameters by gradients times `factor`, at an iteration's learning rate.
-        Parameters with a step rule are stepped by it, with unscaled gradients."""
+        """Step all parameters by their gradients times `factor`, at an iteration's learning rate.
+
+        A parameter with a step rule is stepped by the rule, with its unscaled gradient.
+        """
         self._set_rates(iteration)
         for name, (parameter, stepped) in self._stepped_by.items():
             scale = 1.0 if name in self._ruled else factor
-            stepped.grad = None if parameter.grad is None else parameter.grad.to(stepped.dtype) * scale
+            stepped.grad = (
+                None if parameter.grad is None else parameter.grad.to(stepped.dtype) * scale
+            )
         self._apply_update()
+        # Masters are rounded to the parameters' dtype; without masters this copies a tensor to
+        # itself.
         with torch.no_grad():
             for parameter, stepped in self._stepped_by.values():
                 parameter.copy_(stepped)
 
     def get_master_weights(self) -> dict[str, Tensor]:
-        """Return the weights that the optimizer steps, masters if there are any, by
-        "layer.name"."""
+        """Return the weights that the optimizer steps, by "layer.name": masters, if it has any."""
         return {name: stepped.detach() for name, (_, stepped) in self._stepped_by.items()}
 
 
-def _compute_loss(config: RunConfig, model: LayeredModel, layers: nn.ModuleList, corpus: Data,
-                  microbatch: Microbatch) -> Tensor:
+def _compute_loss(
+    config: RunConfig,
+    model: LayeredModel,
+    layers: nn.ModuleList,
+    corpus: Data,
+    microbatch: Microbatch,
+) -> Tensor:
     training = config.training
     batch = move_batch(corpus.batch(microbatch, training.batch, config.model.context), model.device)
+    # The same random numbers as in the runtime, by micro-batch and layer.
     value: Value = batch[0]
     with autocast_context(training, model.device), collecting_losses() as added:
         for index, layer in enumerate(layers):

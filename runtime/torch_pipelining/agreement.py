@@ -1,13 +1,12 @@
 """Agreement of all live processes on who goes on, by keys of a store.
 
 A generation begins with a decision that is made once: which processes are its members, and how many
-iterations are committed. All that are alive say how far they are; whoever sees that the others are
-dead or have spoken proposes, and the first proposal is the decision. A process that it leaves out
-has to end.
+iterations are committed. All processes that are alive say how far they are: each puts its *voice*
+into the store. A process that sees that all others are dead or have a voice there proposes, and the
+first proposal is the decision. A process that the decision leaves out has to end.
 
 A store may outlive a run: torchrun's does where it starts all processes anew. A run whose members
-are all dead is over, and the next process begins another one, under keys of its own. The number of
-restarts that torchrun tells its processes cannot name it, since each agent counts its own.
+are all dead is over, and the next process begins another one, under keys of its own.
 """
 
 import time
@@ -26,71 +25,81 @@ POLL_SECONDS = 0.005
 
 
 class LeftOutError(RuntimeError):
-    """Error for a process that the others go on without. The message is one line."""
+    """Error, in one line, for a process that the others go on without."""
 
 
 class Voice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says of itself."""
+    """What a process tells the others of itself before a generation."""
 
     address: str
     committed: int | None
-    """Number of iterations that it has committed; None if it has no state yet."""
+    """Number of iterations that the process has committed; None if it has no state yet."""
     sums: tuple[str, ...] = ()
-    """Sums of its last commit, as `float.hex` writes them: JSON has no NaN or infinity."""
+    """Sums that its last `Place.commit` returned, by `float.hex`: JSON has no NaN or infinity."""
 
 
 class Joiner(msgspec.Struct, frozen=True):
-    """Process that asks to be a member."""
+    """Process that asks to become a member, by name, and its voice."""
 
     process: str
     voice: Voice
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Members of a generation."""
+    """Decision on the members of a generation, and on the processes that asked to join."""
 
     voices: dict[str, Voice]
-    """Members by name, `WORKER:RANK`."""
+    """Voices of the members, by name: `WORKER:RANK`."""
     joiners: int
-    """How many have asked to be members, up to now."""
+    """Number of processes that had asked to become members before this decision."""
     settled: int
-    """How many of them are members or dead: of a worker's ranks, some may not have asked yet."""
+    """Joiners with numbers up to this are members or dead, and not read again."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Workers that take part, sorted."""
+        """Workers of all members, sorted."""
         return tuple(sorted({worker_of(process) for process in self.voices}))
 
     @property
     def latest(self) -> Voice:
-        """Voice of a member that has committed most iterations."""
-        return max(self.voices.values(),
-                   key=lambda voice: -1 if voice.committed is None else voice.committed)
+        """Voice of a member that has committed the most iterations."""
+        return max(
+            self.voices.values(),
+            key=lambda voice: -1 if voice.committed is None else voice.committed,
+        )
 
     @property
     def newcomers(self) -> tuple[Worker, ...]:
-        """Workers that have no state yet."""
-        return tuple(sorted({worker_of(process) for process, voice in self.voices.items()
-                             if voice.committed is None}))
+        """Workers with a member that has no state yet, sorted."""
+        workers = {
+            worker_of(process) for process, voice in self.voices.items() if voice.committed is None
+        }
+        return tuple(sorted(workers))
 
 
 _VOICES = msgspec.json.Decoder(Voice)
 _JOINERS = msgspec.json.Decoder(Joiner)
 _DECISIONS = msgspec.json.Decoder(Decision)
 _NOBODY = Decision(voices={}, joiners=0, settled=0)
-"""Decision that a run never begins."""
+"""Decision without members, which marks a run that never begins."""
 
 
 def worker_of(process: str) -> Worker:
-    """Return the worker of a process, given by its name."""
+    """Return the worker of a process with this name, `WORKER:RANK`."""
     return Worker.parse(process.partition(":")[0])
 
 
 class Agreement:
-    """The decisions on the generations of a run, as one process takes part in them.
+    """A process's part in deciding who takes part in each generation of a run.
+
+    In all methods, `voice` is what this process tells the others of itself.
 
     Parameters
     ----------
+    store
+        Store that all processes share, also those of earlier runs.
+    process
+        Name of this process, `WORKER:RANK`.
     ranks
         Number of processes of each worker; only whole workers are members.
     patience
@@ -103,12 +112,13 @@ class Agreement:
 
     @property
     def store(self) -> Store:
-        """Keys of this run alone."""
+        """Part of the shared store with the keys of this run."""
         return self._store
 
     def has_begun(self) -> bool:
-        """Find the run to take part in. Return whether it goes on already, without this process."""
+        """Find the run to take part in; return whether it has begun without this process."""
         while True:
+            # A run that has begun goes on as long as one of its members lives.
             if self._store.check(["decision/1"]):
                 if self._has_live_members():
                     return True
@@ -120,34 +130,37 @@ class Agreement:
                 return False
 
     def end(self, number: int) -> None:
-        """Tell all members that a generation has ended."""
+        """Tell all members that generation `number` has ended."""
         self._store.set(f"end/{number}", "")
 
     def has_ended(self, number: int) -> bool:
-        """Return whether a member has ended a generation."""
+        """Return whether a member has ended generation `number`."""
         return self._store.check([f"end/{number}"])
 
     def count_joiners(self) -> int:
-        """Return how many have asked to be members."""
+        """Return how many processes have ever asked to become members."""
         return self._store.add("joiners", 0)
 
     def start(self, voice: Voice, workers: Sequence[Worker]) -> Decision:
-        """Begin the first generation with all processes of these workers.
+        """Begin the first generation with all processes of `workers`; return its members.
 
-        Raises TimeoutError if one does not come, and LeftOutError if a run has begun meanwhile.
+        Raises TimeoutError if one of the processes does not come, and LeftOutError if a run has
+        begun without this process.
         """
         while not self.has_begun():
             decision = self._agree(voice, dict.fromkeys(self._processes_of(workers)), 0)
             if decision != _NOBODY:
                 return self._require_taken(decision, voice)
-        raise LeftOutError(f"the others have begun without {self._process}; start it again to "
-                           "return")
+        raise LeftOutError(
+            f"the others have begun without {self._process}; start it again to return"
+        )
 
     def join(self, voice: Voice) -> Decision:
-        """Ask to be a member, and wait until a generation begins with this process.
+        """Ask to become a member; return the first decision by which this process is one.
 
-        Raises TimeoutError.
+        Raises TimeoutError after `patience` seconds.
         """
+        # Counted only once its voice can be read, as members act on the count.
         number = self._store.add("joiner numbers", 1)
         self._store.set(f"joiner/{number}", _encode(Joiner(self._process, voice)))
         self._store.add("joiners", 1)
@@ -156,70 +169,98 @@ class Agreement:
             self.number += 1
             while not self._store.check([f"decision/{self.number}"]):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no generation began with {self._process} in "
-                                       f"{self._patience:g} s; expected the others to commit: is "
-                                       "their loop running?")
+                    raise TimeoutError(
+                        f"no generation began with {self._process} in "
+                        f"{self._patience:g} s; expected the others to commit: is "
+                        "their loop running?"
+                    )
                 time.sleep(POLL_SECONDS)
+            # Earlier generations of the run are without this process.
             decision = self._read_decision(self.number)
             if decision.voices.get(self._process) == voice:
                 return decision
 
     def go_on(self, voice: Voice, before: Decision) -> Decision:
-        """Begin the next generation with the members that live, and with those that ask.
+        """Decide on the generation after `before`, with the processes that live or ask to join.
 
-        Raises LeftOutError.
+        Raises LeftOutError if the others go on without this process.
         """
         self.end(self.number)
         addresses = {process: other.address for process, other in before.voices.items()}
         return self._require_taken(self._agree(voice, addresses, before.settled), voice)
 
     def _set_run(self, number: int) -> None:
+        # Numbered here: each agent of torchrun counts restarts by itself, so that number cannot
+        # name the run.
         self._run, self._store = number, PrefixStore(f"slipstream {number}", self._shared)
+        # Of the generation; 0 before the first.
         self.number = 0
-        """Number of the generation; 0 before the first."""
 
     def _has_live_members(self) -> bool:
-        """Return whether another member of the run's last generation lives."""
         last = 1
         while self._store.check([f"decision/{last + 1}"]):
             last += 1
         voices = self._read_decision(last).voices
-        return any(not is_dead(voice.address) for process, voice in voices.items()
-                   if process != self._process)
+        return any(
+            not is_dead(voice.address)
+            for process, voice in voices.items()
+            if process != self._process
+        )
 
     def _require_taken(self, decision: Decision, voice: Voice) -> Decision:
-        """Return a decision in which this process is a member. Raises LeftOutError for others."""
+        """Return `decision` if this process is a member in it, with its present `voice`.
+
+        Otherwise raises LeftOutError.
+        """
         if decision.voices.get(self._process) != voice:
-            raise LeftOutError(f"the others go on without {self._process}, which was silent for "
-                               "too long or has lost a rank; end this process, and start it again "
-                               "to return")
+            raise LeftOutError(
+                f"the others go on without {self._process}, which was silent for "
+                "too long or has lost a rank; end this process, and start it again "
+                "to return"
+            )
         return decision
 
     def _agree(self, voice: Voice, addresses: Mapping[str, str | None], settled: int) -> Decision:
+        # Others act on this voice only; then look for theirs, and for who is dead.
         self.number += 1
         self._store.set(f"voice/{self.number}/{self._process}", _encode(voice))
-        with ExitStack() as opened:
-            @cache
+        with ExitStack() as connections:
+
+            @cache  # one connection a process, however often it is looked at
             def probe(address: str) -> socket | None:
                 connection = connect(address)
-                return connection and opened.enter_context(connection)
+                return connection and connections.enter_context(connection)
 
             self._await_decision(addresses, probe, settled)
         return self._read_decision(self.number)
 
-    def _await_decision(self, addresses: Mapping[str, str | None],
-                        probe: Callable[[str], socket | None], settled: int) -> None:
-        """Wait until there is a decision; propose one when all others are dead or have spoken."""
+    def _await_decision(
+        self,
+        addresses: Mapping[str, str | None],
+        probe: Callable[[str], socket | None],
+        settled: int,
+    ) -> None:
+        """Wait for a decision; propose one once all `addresses` have spoken, ended or are late.
+
+        `addresses` has where each process listens (None: unknown), `probe` returns a connection to
+        an address (None: the process is dead), and `settled` is that of the decision before.
+        """
         deadline, spoken = time.monotonic() + self._patience, {self._process}
         while not self._store.check([f"decision/{self.number}"]):
-            spoken |= {other for other in addresses.keys() - spoken
-                       if self._store.check([f"voice/{self.number}/{other}"])}
+            spoken |= {
+                other
+                for other in addresses.keys() - spoken
+                if self._store.check([f"voice/{self.number}/{other}"])
+            }
             missing = addresses.keys() - spoken
             is_late = time.monotonic() > deadline
             if missing and self.number == 1 and is_late:
-                raise TimeoutError(f"{', '.join(sorted(missing))} did not start in "
-                                   f"{self._patience:g} s; expected all processes, or routes "
-                                   "without these workers")
+                raise TimeoutError(
+                    f"{', '.join(sorted(missing))} did not start in "
+                    f"{self._patience:g} s; expected all processes, or routes "
+                    "without these workers"
+                )
+            # Before the first generation addresses are unknown, so only lateness counts.
             missing_at = [addresses[other] for other in missing]
             if is_late or all(address and has_ended(probe(address)) for address in missing_at):
                 if self.number == 1 and self._are_dead(spoken - {self._process}):
@@ -231,7 +272,11 @@ class Agreement:
                 time.sleep(POLL_SECONDS)
 
     def _propose(self, spoken: set[str], settled: int) -> None:
-        """Propose all that have spoken or asked, as far as their workers are whole."""
+        """Propose as members the processes in `spoken` and all live joiners, of complete workers.
+
+        A worker is complete if all of its ranks are among these. Joiners with numbers up to
+        `settled` are members or dead, and not read again. Only the first proposal counts.
+        """
         voices = {other: self._read_voice(other) for other in spoken}
         count = self.count_joiners()  # before they are read, so that none is counted and not seen
         last = self._store.add("joiner numbers", 0)
@@ -239,24 +284,35 @@ class Agreement:
         for joiner in filter(None, asking.values()):
             if not is_dead(joiner.voice.address):
                 voices.setdefault(joiner.process, joiner.voice)
-        whole = sorted(process for process in voices
-                       if voices.keys() >= set(self._processes_of([worker_of(process)])))
+        # A worker with a rank missing waits for it, and is proposed later.
+        whole = sorted(
+            process
+            for process in voices
+            if voices.keys() >= set(self._processes_of([worker_of(process)]))
+        )
         partial = voices.keys() - whole
-        open_numbers = [number for number, joiner in asking.items()
-                        if joiner is None or joiner.process in partial]
-        decision = Decision(voices={process: voices[process] for process in whole}, joiners=count,
-                            settled=min(open_numbers, default=last + 1) - 1)
+        # Look again at the first joiner that may still become a member, and at all after it.
+        open_numbers = [
+            number
+            for number, joiner in asking.items()
+            if joiner is None or joiner.process in partial
+        ]
+        decision = Decision(
+            voices={process: voices[process] for process in whole},
+            joiners=count,
+            settled=min(open_numbers, default=last + 1) - 1,
+        )
+        # The first proposal counts; this does nothing if there is one.
         self._store.compare_set(f"decision/{self.number}", "", _encode(decision))
 
     def _are_dead(self, others: Collection[str]) -> bool:
-        """Return whether there are others, and all of them are dead."""
         return bool(others) and all(is_dead(self._read_voice(other).address) for other in others)
 
     def _read_voice(self, process: str) -> Voice:
         return _VOICES.decode(self._store.get(f"voice/{self.number}/{process}"))
 
     def _read_joiner(self, number: int) -> Joiner | None:
-        """Return who has asked; None if it has taken a number and not spoken yet."""
+        """Return the process that asks under a number; None if it has not spoken yet."""
         key = f"joiner/{number}"
         return _JOINERS.decode(self._store.get(key)) if self._store.check([key]) else None
 

@@ -1,4 +1,4 @@
-"""Watch: notice at once that another process is gone, without relying on clocks.
+"""Notice at once that another process is gone, without relying on clocks.
 
 Every process listens on a socket, and holds a connection to one other, so that all are watched in a
 circle. The system closes the connection when the process at its other end dies, and refuses new
@@ -14,30 +14,29 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from slipstream.runtime.protocol.channel import enable_keepalive
+from slipstream.runtime.replay.python_exit import finish_before_exit, has_exit_begun
 from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """Longest wait for a machine that does not answer."""
 SILENT_SECONDS = 20
-"""Time after which a machine counts as gone that acknowledges nothing (Linux)."""
+"""Time after which a machine that acknowledges nothing counts as gone (Linux)."""
 BACKLOG = 1024
-"""Connections that may wait for a process that is slow: with more, it would be taken for dead."""
+"""Connections that may wait to be accepted; with more, a slow process would seem dead."""
 OWN_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""Errors for want of something that this process or machine lacks: the process at the other end may
-live.
-"""
+"""Errors that have a cause on this machine, so the other process may be alive."""
 
 
 class Watch:
-    """Listening socket of this process, and a connection to the process that it watches.
+    """Thread that watches one other process, and by which another one watches this process.
 
     Parameters
     ----------
     host
-        Address of this machine at which the others reach it.
+        Address of this machine at which other processes reach it.
     check
-        Function that is called every `POLL_SECONDS` from the thread of the watch.
+        Function that the thread calls every `POLL_SECONDS`.
     """
 
     def __init__(self, host: str, check: Callable[[], None]) -> None:
@@ -45,19 +44,23 @@ class Watch:
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._listener.setblocking(False)  # who connected may have gone before it is accepted
         self.address = f"{host} {self._listener.getsockname()[1]}"
-        """Host and port, by which others find this process."""
+        """Host and port, separated by a space, at which other processes watch this one."""
         self._followed: socket.socket | None = None
         self._on_loss: Callable[[], None] = lambda: None
         self._accepted: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True,
-                                        name="watching another process")
+        self._thread = threading.Thread(
+            target=finish_before_exit(self._run), daemon=True, name="watching another process"
+        )
         self._thread.start()
 
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
-        """Watch the process at an address from now on, instead of the one before; `on_loss` is
-        called if it is gone. None: watch nobody."""
+        """Watch the process at `address` from now on; None: watch no process.
+
+        `on_loss` is called when the process is gone, at once if it is gone already. Raises OSError
+        as `connect` does.
+        """
         connection = None if address is None else connect(address)
         with self._lock:
             before, self._followed, self._on_loss = self._followed, connection, on_loss
@@ -67,12 +70,12 @@ class Watch:
             on_loss()
 
     def sockets(self) -> Sockets:
-        """Return the sockets of the watch."""
+        """Return all open sockets of the watch."""
         with self._lock:
             return identify_sockets(self._sockets())
 
     def close(self) -> None:
-        """Close all sockets."""
+        """End the thread, and close all sockets."""
         self._closed.set()
         self._thread.join(CONNECT_SECONDS)
         with self._lock:
@@ -83,7 +86,7 @@ class Watch:
         return [self._listener, *self._accepted, *filter(None, [self._followed])]
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not (self._closed.is_set() or has_exit_begun()):
             with self._lock:
                 followed, waiting = self._followed, self._sockets()
             for connection in _find_readable(waiting, POLL_SECONDS):
@@ -91,15 +94,20 @@ class Watch:
             self._check()
 
     def _take(self, ready: socket.socket, followed: socket.socket | None) -> None:
-        """Accept a connection, or notice that one has ended: nothing is ever sent."""
+        """Accept a connection if `ready` listens; otherwise close `ready`, which has ended.
+
+        If `ready` is `followed`, the connection to the watched process, report the loss of that
+        process, unless another one is followed by now.
+        """
+        # Nothing is ever sent, so a connection that can be read has ended.
         if ready is self._listener:
             try:
-                connection, _ = ready.accept()
+                # With the lock, or an abort, which spares `sockets`, could shut it down unseen.
+                with self._lock:
+                    connection, _ = ready.accept()
+                    self._accepted.append(connection)
             except OSError:  # such as too many open files: whoever connects is kept waiting
                 self._closed.wait(POLL_SECONDS)
-                return
-            with self._lock:
-                self._accepted.append(connection)
         elif ready is followed:
             with self._lock:
                 is_current, on_loss = self._followed is followed, self._on_loss
@@ -107,7 +115,7 @@ class Watch:
                     self._followed = None
             if is_current:
                 ready.close()
-                on_loss()
+                on_loss()  # without the lock, as it may follow another process
         else:
             with self._lock:
                 self._accepted.remove(ready)
@@ -115,27 +123,31 @@ class Watch:
 
 
 def is_dead(address: str) -> bool:
-    """Return whether nobody listens at an address any more."""
+    """Return whether the process that listened at `address` is dead.
+
+    Raises OSError as `connect` does.
+    """
     connection = connect(address)
     with connection or contextlib.nullcontext():
         return has_ended(connection)
 
 
 def has_ended(connection: socket.socket | None) -> bool:
-    """Return whether the process is dead to which `connect` has made a connection."""
+    """Return whether the process at the other end is dead, given what `connect` returned."""
     return connection is None or bool(_find_readable([connection], 0))  # nothing is ever sent
 
 
 def connect(address: str) -> socket.socket | None:
-    """Connect to a process; return None if it is dead. Raises OSError for errors of this
-    process.
+    """Connect to the process at an address; return None if the process is dead.
+
+    Raises OSError for causes on this machine, such as too many open files.
     """
     host, port = address.split()
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
     except OSError as error:
         if error.errno in OWN_ERRORS:
-            raise
+            raise  # a process must not be taken for dead because this one lacks descriptors
         return None
     with contextlib.suppress(OSError):  # it has ended meanwhile, which the next look at it finds
         enable_keepalive(connection, SILENT_SECONDS)
@@ -143,8 +155,8 @@ def connect(address: str) -> socket.socket | None:
 
 
 def _find_readable(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
-    """Wait until any of these can be read, or has ended; return those."""
-    # unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own
+    """Wait up to `seconds`; return the connections that can be read or have ended."""
+    # Unlike select, poll takes descriptors from 1024 on; unlike epoll, it needs none of its own.
     with selectors.PollSelector() as selector:
         for connection in connections:
             with contextlib.suppress(ValueError, KeyError):  # closed meanwhile

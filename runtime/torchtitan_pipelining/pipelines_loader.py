@@ -1,4 +1,4 @@
-"""Data of all pipelines, as one of torchtitan's data loaders."""
+"""Read the data of all pipelines through one data loader, in torchtitan's form."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,15 +11,16 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class PipelinesLoader(BaseDataLoader):
-    """The micro-batches of an iteration of all pipelines in turn, and then those of the next.
+    """Data loader of the micro-batches of all pipelines, iteration by iteration.
 
-    Each pipeline's are those that it would read in torchtitan, as one of its replicas. Every process
-    reads all of them: so it can run those of any pipeline once another worker has died.
+    A pipeline has the micro-batches that the replica of its number would read in torchtitan. Every
+    process reads those of all pipelines, so that it can run any of them once another worker has
+    died.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What to read."""
+        """Configuration: the data of one pipeline, and which pipeline has each micro-batch."""
 
         one: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
         """Configuration of the data loader of one pipeline."""
@@ -29,12 +30,18 @@ class PipelinesLoader(BaseDataLoader):
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **others: Any) -> None:
         self._order = config.pipelines
         count = 1 + max(config.pipelines)
-        self._loaders = [config.one.build(dp_world_size=count * dp_world_size,
-                                          dp_rank=pipeline * dp_world_size + dp_rank, **others)
-                         for pipeline in range(count)]
+        # To each loader, pipelines look like torchtitan's replicas: they have consecutive ranks.
+        self._loaders = [
+            config.one.build(
+                dp_world_size=count * dp_world_size,
+                dp_rank=pipeline * dp_world_size + dp_rank,
+                **others,
+            )
+            for pipeline in range(count)
+        ]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return all micro-batches, until one pipeline has no more."""
+        """Yield all micro-batches, until a pipeline has no more."""
         readers = [iter(loader) for loader in self._loaders]
         while True:
             for pipeline in self._order:
@@ -44,10 +51,13 @@ class PipelinesLoader(BaseDataLoader):
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where each pipeline's data loader is."""
-        return {f"pipeline {pipeline}": loader.state_dict() for pipeline, loader in enumerate(self._loaders)}
+        """Return the state of each pipeline's data loader."""
+        return {
+            f"pipeline {pipeline}": loader.state_dict()
+            for pipeline, loader in enumerate(self._loaders)
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where `state_dict` was."""
+        """Go back to the position in the data that `state_dict` returned."""
         for pipeline, loader in enumerate(self._loaders):
             loader.load_state_dict(state_dict[f"pipeline {pipeline}"])

@@ -1,4 +1,4 @@
-"""The process of a worker. Its most important threads:
+"""Run the process of a worker. Its most important threads:
 
     thread           number       purpose
     generation N     one an       computes, and waits for other workers; may be abandoned when gloo
@@ -12,13 +12,13 @@
                      then
     layer sender     one          sends state and gradients to workers that join, at their pace, in
                                   training (`moving.layer_sender`, `moving.layer_server`)
-    layers from D.S  one a        receives layers that the worker will need from one, and applies
-                     sender       its steps to them, each at its own pace (`moving.layer_receiver`)
+    layers from D.S  one a        receives layers that this worker will need from worker D.S, and
+                     sender       applies its steps to them (`moving.layer_receiver`)
 
-Its modules:
+The folder's modules:
 
     main_thread          the process, from joining to its end; actions for each message
-    context              what lasts from order to order, or is of one order; the present activity
+    context              what is kept from order to order, what one order needs; the activity
     order_threads        long work, each in a thread
     generation           one order for training, from connecting to closing; gets the layers for it
     training_loop        the iterations of an order, and evaluations
@@ -28,5 +28,6 @@ Its modules:
     checkpointer         when checkpoints are written, and which ones can be read
     fork_server_process  the process that imports what workers need, and forks them
 
-It joins the additions to one process. May import: all of them, and not the coordinator.
+The worker joins the additions to the replay in one process. May import: all of them, and not the
+coordinator.
 """

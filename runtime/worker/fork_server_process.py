@@ -1,5 +1,4 @@
-"""Run the fork server in one thread, so that forking is safe. `runtime.processes.fork_server`
-starts it, and explains its purpose."""
+"""Run the fork server in one thread, so that forking is safe (`runtime.processes.fork_server`)."""
 
 import contextlib
 import gc
@@ -30,29 +29,32 @@ from slipstream.runtime.processes.fork_server_messages import (
     get_peer_user,
     load_target,
 )
-from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
+from slipstream.runtime.processes.process_attributes import (
+    name_process,
+    request_parent_death_signal,
+)
 
 IDLE_SECONDS = 600.0
-"""Longest time that the server waits for a request before it checks again."""
+"""Longest time that the server waits for events at once."""
 
 
 class _Server:
-    """Loop that serves one launcher, and then each that adopts the server's processes."""
+    """Fork server, which serves a launcher, and after its death the one that takes over."""
 
     def __init__(self) -> None:
-        self._asked = LineReader(0)
+        self._requests = LineReader(0)
+        # Descriptor of the connection to the launcher.
         self._control = 0
-        """Descriptor of the connection to the launcher."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
+        # Process id by the pipe that closes when the process ends.
         self._alive: dict[int, int] = {}
-        """Process id by the pipe that closes when the process ends."""
         self._hold: HoldProcesses | None = None
         self._listener: socket.socket | None = None
+        # Connection to a launcher that has adopted this server.
         self._launcher: socket.socket | None = None
-        """Connection to a launcher that has adopted this server."""
+        # Files and folders to remove at the end, unless a launcher ended this server.
         self._clean_up: dict[CleanUp, None] = {}
-        """Files and folders to remove at the end, unless a launcher ended this server."""
 
     def serve(self) -> None:
         try:
@@ -68,7 +70,7 @@ class _Server:
                     load_target(request.target)(request.path)
 
     def _serve_launcher(self) -> None:
-        while not self._asked.closed:
+        while not self._requests.closed:
             for key, _ in self._selector.select(IDLE_SECONDS):
                 if key.fd == self._control:
                     self._handle_requests()
@@ -76,7 +78,7 @@ class _Server:
                     self._report_end(key.fd, key.data)
 
     def _wait_for_adoption(self) -> bool:
-        """Wait for another launcher after the last one is gone; return whether one has come."""
+        """Wait for another launcher to take over; return whether one has come."""
         # The wait ends after the seconds that the last launcher asked for (`HoldProcesses`; without
         # that, at once), or when no process is alive.
         hold, listener = self._hold, self._listener
@@ -97,6 +99,7 @@ class _Server:
             self._selector.unregister(listener)
 
     def _accept_launcher(self, listener: socket.socket, hold: HoldProcesses) -> bool:
+        # An abstract socket has no permissions: any user of the machine can connect.
         connection, _ = listener.accept()
         if get_peer_user(connection) != os.getuid():
             connection.close()
@@ -105,16 +108,22 @@ class _Server:
             self._launcher.close()
         self._launcher = connection
         self._control = connection.fileno()
-        self._asked = LineReader(self._control)
+        self._requests = LineReader(self._control)
         self._selector.register(self._control, selectors.EVENT_READ)
-        names = [(str(self._selector.get_key(pipe).data), pid) for pipe, pid in self._alive.items()]
-        self._send_reports(ServerAdopted(hold.note, tuple(name for name, _ in names)),
-                           *(ProcessStarted(*item) for item in names))
+        # The new launcher does not know the processes yet.
+        processes = [
+            ProcessStarted(str(self._selector.get_key(pipe).data), pid)
+            for pipe, pid in self._alive.items()
+        ]
+        names = tuple(process.name for process in processes)
+        self._send_reports(ServerAdopted(hold.note, names), *processes)
         return True
 
     def _start_holding(self, hold: HoldProcesses) -> None:
+        # The next launcher connects to a socket by name, of Linux's abstract kind, without a file.
         before, self._hold = self._hold, hold
-        if before is not None and before.name == hold.name:  # the socket of this name is already open
+        # The socket of this name is already open.
+        if before is not None and before.name == hold.name:
             return
         if self._listener is not None:
             self._listener.close()
@@ -122,12 +131,14 @@ class _Server:
         self._listener.bind(f"\0{hold.name}")
         self._listener.listen()
 
-    def _send_reports(self, *news: ServerReport) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone: its connection will be read as closed next
-            os.write(self._control, b"".join(msgspec.json.encode(message) + b"\n" for message in news))
+    def _send_reports(self, *reports: ServerReport) -> None:
+        lines = b"".join(msgspec.json.encode(report) + b"\n" for report in reports)
+        # If the launcher is gone, its connection will be read as closed next.
+        with contextlib.suppress(OSError):
+            os.write(self._control, lines)
 
     def _handle_requests(self) -> None:
-        for line in self._asked.read_lines():
+        for line in self._requests.read_lines():
             request = decode_request(line)
             if isinstance(request, ProcessSpec):
                 self._fork_process(request)
@@ -138,7 +149,7 @@ class _Server:
             elif isinstance(request, CleanUp):
                 self._clean_up[request] = None
             elif isinstance(request, EndServer):
-                self._hold, self._asked.closed = None, True
+                self._hold, self._requests.closed = None, True
                 self._clean_up.clear()  # the launcher is alive, and removes them itself
             else:
                 self._kill_all()
@@ -154,25 +165,27 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _fork_process(self, spec: ProcessSpec) -> None:
+        # Imported here once, these modules share memory between all processes.
         for module in spec.imports:
             with contextlib.suppress(Exception):  # the process meets the same error, and logs it
                 importlib.import_module(module)
-        ours, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._run_child(spec, parent)
         # The process has the only other end, so the pipe closes when it dies, however it dies.
-        os.close(theirs)
-        self._alive[ours] = pid
-        self._selector.register(ours, selectors.EVENT_READ, spec.name)
+        os.close(write_end)
+        self._alive[read_end] = pid
+        self._selector.register(read_end, selectors.EVENT_READ, spec.name)
         self._send_reports(ProcessStarted(spec.name, pid))
 
     def _run_child(self, spec: ProcessSpec, parent: int) -> None:
-        """Run the target of `spec` in this forked process, and end it. Never returns."""
+        """Run the target of `spec` in this forked process, and end the process."""
         status = 1
         try:
             _die_with_parent(parent)
+            # The server's pipes and sockets: a copy here would keep them open.
             for descriptor in self._alive:
                 os.close(descriptor)
             for inherited in (self._listener, self._launcher):
@@ -195,30 +208,32 @@ class _Server:
 
 
 def _redirect_output(log: Path, append: bool) -> None:
-    """Connect input to the null device, and output and errors to the log."""
+    # Descriptors, not sys.stdout: C++ code, such as torch's, writes to its log as well.
     log.parent.mkdir(parents=True, exist_ok=True)
     for path, descriptor in ((Path(os.devnull), 0), (log, 1)):
-        fresh = 0 if append else os.O_TRUNC
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | fresh | os.O_APPEND, 0o666)
-        os.dup2(opened, descriptor)
-        os.close(opened)
+        truncate = 0 if append else os.O_TRUNC
+        file = os.open(path, os.O_RDWR | os.O_CREAT | truncate | os.O_APPEND, 0o666)
+        os.dup2(file, descriptor)
+        os.close(file)
     os.dup2(1, 2)
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process with the fork server (Linux)."""
+    """Let the system kill this process when the fork server `parent` dies (Linux only)."""
     request_parent_death_signal(signal.SIGKILL)
+    # The server may have ended before the request.
     if sys.platform.startswith("linux") and os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> None:
-    """Run the fork server until its launcher ends it, or none adopts it."""
+    """Run the fork server until its launcher ends it, or dies and none takes over."""
     from slipstream.runtime.worker import main_thread
 
     name_process("fork server")
     main_thread.import_slow_modules()
-    gc.freeze()  # otherwise the collector would write to, and so copy, all memory that the processes share
+    # Otherwise the collector would write to, and so copy, all memory that the processes share.
+    gc.freeze()
     try:
         _Server().serve()
     finally:

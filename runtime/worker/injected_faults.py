@@ -9,54 +9,67 @@ from random import Random
 
 import torch
 
-from slipstream.runtime.protocol.failure_injection import Action, Injection, Place, Slowdown, find_slowdown_factor
+from slipstream.runtime.protocol.failure_injection import (
+    Action,
+    Injection,
+    Place,
+    Slowdown,
+    find_slowdown_factor,
+)
 from slipstream.runtime.ranks.worker_group import WorkerGroup
 from slipstream.runtime.replay.recorder import Recorder
 from slipstream.schedules.schedule import COMPUTE_KINDS, Op
 
 
 class InjectedError(RuntimeError):
-    """Error that a worker raises for an injection whose action is an exception."""
+    """Error that an injection raises, as a bug in the worker would."""
 
 
 class Injector:
-    """Failures to inject into one worker that have not happened yet.
+    """Failures that are to happen to one worker on purpose, each once.
 
     Parameters
     ----------
     injections
         Failures of this worker, each with its index among all failures of the run.
     announce
-        Function that reports a failure, by its index, just before it. It must return only when the
+        Function that reports a failure, by its index, just before it happens, and returns when the
         report is certain to arrive.
     """
 
-    def __init__(self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]) -> None:
+    def __init__(
+        self, injections: Iterable[tuple[int, Injection]], announce: Callable[[int], None]
+    ) -> None:
         self._announce = announce
         self._mine: dict[tuple[int, Place], tuple[int, Action]] = {}
         self.replace_injections(injections)
         self.cut: Callable[[], None] = lambda: None
-        """Function that breaks the worker's connections; to be set by their owner."""
+        """Function that breaks the worker's connections; each generation sets its own."""
         self.flip: Callable[[str, Random], object] = lambda *_: None
-        """Function that flips a random bit of the worker's state of the named kind. To be set by
-        its owner."""
+        """Function that flips a bit of one kind of state; each generation sets its own."""
 
     def replace_injections(self, injections: Iterable[tuple[int, Injection]]) -> None:
-        """Replace all pending failures, because a new node 0 may have others to inject."""
-        self._mine = {(entry.iteration, entry.place): (index, entry.action) for index, entry in injections}
+        """Replace all pending failures, because a new node 0 may have others to inject.
+
+        As at creation, each comes with its index among all failures of the run.
+        """
+        self._mine = {
+            (entry.iteration, entry.place): (index, entry.action) for index, entry in injections
+        }
 
     def fail_if_due(self, iteration: int, place: Place) -> None:
-        """Fail as an injection asks, if one is due at this place of an iteration.
+        """Fail as an injection asks, if one is due at `place` in an iteration.
 
-        The place is an op's number in the program, or a named point (`Place`). Raises InjectedError
-        and torch.OutOfMemoryError; other failures kill, stop or end this process, break its
+        `place` is an op's number in the program, or a named point. Raises InjectedError or
+        torch.OutOfMemoryError; other failures kill, stop or end this process, break its
         connections, or flip a bit.
         """
-        if not self._mine:
+        if not self._mine:  # the usual case, at every op
             return
         due = self._mine.pop((iteration, place), None)
         if due is None:
             return
+        # Announced before, as nothing may come after it.
         index, action = due
         self._announce(index)
         if action == "kill":
@@ -76,21 +89,34 @@ class Injector:
 
 
 MATRIX_SIZE = 64
-"""Size of the matrices that are multiplied to spend time, in microseconds each."""
+"""Size of the matrices that are multiplied to spend time; a product takes microseconds."""
 
 
-def create_recorder(slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None) -> Recorder:
-    """Return the recorder of a worker with these slowdowns. Of a `group` of processes, only the
-    first one is slow; None: the worker is one process."""
+def create_recorder(
+    slowdowns: Sequence[Slowdown], device: torch.device, group: WorkerGroup | None
+) -> Recorder:
+    """Return this rank's recorder, which on a worker's first rank slows compute ops down.
+
+    `slowdowns` are those of the worker; its other ranks wait for the first.
+    """
+    # In a worker of several ranks, only the first rank is slowed; the others wait for it.
     first = group is None or group.rank() == 0
-    return SlowedRecorder(slowdowns, device, sleeps=group is None) if slowdowns and first else Recorder(device)
+    return (
+        SlowedRecorder(slowdowns, device, sleeps=group is None)
+        if slowdowns and first
+        else Recorder(device)
+    )
 
 
 class SlowedRecorder(Recorder):
-    """Recorder that makes compute ops take longer, and records their times. With `sleeps`, the time
-    that an op sleeps is multiplied, too, and not only its compute."""
+    """Recorder that also makes each compute op take longer, by the factor of its iteration.
 
-    def __init__(self, slowdowns: Sequence[Slowdown], device: torch.device, *, sleeps: bool = True) -> None:
+    With `sleeps`, the time that the thread sleeps in an op is prolonged as well.
+    """
+
+    def __init__(
+        self, slowdowns: Sequence[Slowdown], device: torch.device, *, sleeps: bool = True
+    ) -> None:
         super().__init__(device)
         self._slowdowns = slowdowns
         self._device = device
@@ -98,37 +124,46 @@ class SlowedRecorder(Recorder):
 
     @contextmanager
     def record_op(self, op: Op) -> Iterator[None]:
-        """Record the time within the context as that of `op`, prolonged by the present factor."""
-        factor = find_slowdown_factor(self._slowdowns, self._iteration) if op.kind in COMPUTE_KINDS else 1.0
+        """Record the time within the context as that of `op`, and prolong it."""
+        factor = (
+            find_slowdown_factor(self._slowdowns, self._iteration)
+            if op.kind in COMPUTE_KINDS
+            else 1.0
+        )
         with super().record_op(op), prolong_block(factor, self._device, sleeps=self._sleeps):
             yield
 
 
 @contextmanager
 def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
-    """Make what runs within the context take `factor` times as long, by more compute. The GPU or
-    this thread computes. With `sleeps`, the time that this thread slept is multiplied, too."""
+    """Make the code within the context take `factor` times as long, by computing more.
+
+    With `sleeps`, the time that this thread sleeps is prolonged as well, by sleeping.
+    """
     if factor == 1.0:
         yield
         return
+    # Time the code alone, without what was queued on the device before.
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.current_stream(device).synchronize()
-    began, computed = time.perf_counter(), time.thread_time()
+    start, start_computed = time.perf_counter(), time.thread_time()
     yield
+    # Kernels run after the call that starts them has returned, so a GPU's compute is all the time.
     if on_gpu:
         torch.cuda.current_stream(device).synchronize()
-        took = computed = time.perf_counter() - began
+        seconds = computed = time.perf_counter() - start
     else:
-        computed = time.thread_time() - computed
-        took = time.perf_counter() - began
+        computed = time.thread_time() - start_computed
+        seconds = time.perf_counter() - start
     _compute_for((factor - 1) * computed, device)
-    if sleeps and took > 2 * computed:  # otherwise the remaining time was not sleep: other threads had the core
-        time.sleep((factor - 1) * (took - computed))
+    # Otherwise the remaining time was not sleep: other threads had the core.
+    if sleeps and seconds > 2 * computed:
+        time.sleep((factor - 1) * (seconds - computed))
 
 
 def _compute_for(seconds: float, device: torch.device) -> None:
-    """Multiply matrices for a number of seconds, of this thread or of a GPU."""
+    # Compute, not sleep: a slow worker also takes the cores or the device from others.
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     end = clock() + seconds
     matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)

@@ -4,7 +4,12 @@ import math
 import queue
 
 from slipstream.runtime.protocol.node_reports import AGENT_ANSWER_SECONDS
-from slipstream.runtime.protocol.to_coordinator import Checksum, IterationReport, SampleDigest, StepValidated
+from slipstream.runtime.protocol.to_coordinator import (
+    Checksum,
+    IterationReport,
+    SampleDigest,
+    StepValidated,
+)
 from slipstream.runtime.protocol.to_worker import Acknowledged, StepFactor
 from slipstream.runtime.replay.group_cache import GenerationEndedError
 from slipstream.runtime.replay.recorder import Recorder
@@ -18,71 +23,92 @@ ANSWER_SECONDS = 600.0
 
 
 class OrderStoppedError(Exception):
-    """Exception that ends an order because all members stop before the next iteration. Nothing of
-    that iteration has been passed on to other workers."""
+    """Exception that ends an order because all members stop after the last iteration reported."""
 
 
 class IterationReports:
-    """Sender of a worker's reports in one generation, which waits for acknowledgements."""
+    """Reports of a worker's iterations in one generation, and their acknowledgements.
+
+    A report is sent after each step; it must be acknowledged before the next iteration sends
+    anything to other workers.
+    """
 
     def __init__(self, part: OrderContext) -> None:
         self._part = part
         self._acknowledged: queue.SimpleQueue[Acknowledged | None] = queue.SimpleQueue()
+        # The last report; None once it is acknowledged.
         self._open: IterationReport | None = None
-        """Last report, if it has not been acknowledged; otherwise None."""
         self.reached = part.order.first_iteration - 1
-        """Last iteration that this worker may have stepped. Its evaluation or report may have
-        begun."""
+        """Last iteration that this worker may have stepped."""
         self.save_before: int | None = None
-        """Iteration before whose step all save, if node 0 has chosen one."""
+        """Iteration before whose step node 0 has all members save their state; None: no such."""
 
     def handle_acknowledgement(self, message: Acknowledged) -> None:
-        """Pass the coordinator's acknowledgement on to the waiting thread."""
+        """Pass an acknowledgement to the thread that waits in `wait_until_acknowledged`."""
         self._acknowledged.put(message)
 
     def cancel_wait(self) -> None:
-        """End another thread's wait for an acknowledgement, which may never come. It requires
-        reports of other workers, which may be gone."""
+        """End another thread's wait for an acknowledgement, because the order is over."""
         self._acknowledged.put(None)
 
-    def send_report(self, iteration: int, loss: float, steps: StepController, recorder: Recorder,
-                    evaluation: float | None, checksums: tuple[Checksum, ...],
-                    samples: tuple[SampleDigest, ...] = ()) -> None:
+    def send_report(
+        self,
+        iteration: int,
+        loss: float,
+        steps: StepController,
+        recorder: Recorder,
+        evaluation: float | None,
+        checksums: tuple[Checksum, ...],
+        samples: tuple[SampleDigest, ...] = (),
+    ) -> None:
         """Report to the coordinator that this worker has stepped an iteration.
 
-        `loss` and `evaluation` (None: there was none) are this worker's parts of the losses. The
-        first member also reports the factor by which all members scaled the gradients, as soon as
-        it is known.
+        The first member also reports the step factor, once it is known.
 
         Parameters
         ----------
+        loss, evaluation
+            This worker's parts of the training loss and of the validation loss; `evaluation` is
+            None if there was no evaluation.
         steps
-            Controller that has the sum of squared gradients.
-        recorder
-            Recorder of the op times.
+            Controller of the steps, which has the sum of squared gradients and the step factor.
         checksums
-            Checksums of held state that were computed for it, if any.
+            Checksums of held state before the step; empty if copies are not compared.
         samples
-            Digests of the samples that the worker has read, if they are compared.
+            Digests of the samples that the worker has read; empty if they are not compared.
         """
         context, number = self._part.context, self._part.order.order
         self.reached = iteration
-        self._open = IterationReport(context.worker, number, iteration, finite_or_none(loss), recorder.window_seconds(),
-                                     recorder.op_times(), recorder.traced_ops(), finite_or_none(steps.squares),
-                                     None if evaluation is None else finite_or_none(evaluation), checksums, samples,
-                                     self._part.samples.digest_deal(iteration))
+        self._open = IterationReport(
+            context.worker,
+            number,
+            iteration,
+            finite_or_none(loss),
+            recorder.window_seconds(),
+            recorder.op_times(),
+            recorder.traced_ops(),
+            finite_or_none(steps.squares),
+            None if evaluation is None else finite_or_none(evaluation),
+            checksums,
+            samples,
+            self._part.samples.digest_deal(iteration),
+        )
         context.reporter.send(self._open)
-        if context.worker == self._part.program.members[0] and needs_gradient_norm(context.config.training):
+        # All members have the same step factor: one report of it is enough.
+        if context.worker == self._part.program.members[0] and needs_gradient_norm(
+            context.config.training
+        ):
             steps.when_validated(lambda: self._send_validated(steps))
 
     def wait_until_acknowledged(self) -> None:
-        """Wait for the acknowledgement of the last report, before anything of the next is sent.
+        """Wait until the last report is acknowledged, if there is one.
 
-        A worker can step an iteration only after all others have sent something of it. So once it
-        steps, their reports of the iteration before have arrived, even those of workers that have
-        died since. Raises OrderStoppedError if all members stop before the next iteration, and
+        Raises OrderStoppedError if all members stop before the next iteration, and
         CommunicationError if the generation has ended or no answer comes.
         """
+        # A worker can step an iteration only after all others have sent something of it. So once it
+        # steps, their reports of the iteration before have arrived, even those of workers that have
+        # died since.
         if self._open is None:
             return
         report, self._open = self._open, None
@@ -94,6 +120,7 @@ class IterationReports:
         if answer is None:
             raise GenerationEndedError("the order is over, or node 0 is gone")
         assert answer.iteration == iteration
+        # All members get the same answer, and so save and stop at the same iteration.
         if answer.save:
             self.save_before = iteration + 1
         context.injector.fail_if_due(iteration, "reported")
@@ -102,24 +129,32 @@ class IterationReports:
         activity.set_activity(doing)
 
     def _wait_for_answer(self, report: IterationReport) -> Acknowledged | None:
-        """Wait for the answer to a report; None if the order is over. Raises CommunicationError."""
+        """Wait for the answer to a report; return None if the order has ended."""
+        # An agent of this node that gathers reports may be gone: then the report goes directly.
         reporter = self._part.context.reporter
         while True:
             try:
-                answer = self._acknowledged.get(timeout=AGENT_ANSWER_SECONDS if reporter.gathered else ANSWER_SECONDS)
+                answer = self._acknowledged.get(
+                    timeout=AGENT_ANSWER_SECONDS if reporter.gathered else ANSWER_SECONDS
+                )
             except queue.Empty:
                 if not reporter.gathered:
-                    raise CommunicationError(f"node 0 has not answered within {ANSWER_SECONDS:.0f} s") from None
+                    raise CommunicationError(
+                        f"node 0 has not answered within {ANSWER_SECONDS:.0f} s"
+                    ) from None
                 reporter.send_directly(report)
             else:
                 if answer is None or answer.iteration >= report.iteration:
-                    return answer  # answers to earlier reports are skipped: a report sent both ways gets two
+                    # Answers to earlier reports are skipped: a report sent both ways gets two.
+                    return answer
 
     def _send_validated(self, steps: StepController) -> None:
         assert steps.validated is not None
-        self._part.context.channel.send(StepValidated(self._part.order.order, StepFactor(*steps.validated)))
+        self._part.context.channel.send(
+            StepValidated(self._part.order.order, StepFactor(*steps.validated))
+        )
 
 
 def finite_or_none(number: float) -> float | None:
-    """Return a number, or None, as JSON needs it, if it is not finite."""
+    """Return a number, or None if it is not finite: JSON has finite numbers only."""
     return number if math.isfinite(number) else None

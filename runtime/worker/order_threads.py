@@ -27,36 +27,46 @@ from slipstream.runtime.worker.generation import GenerationRunner, move_layers
 class OrderThreads:
     """Threads that carry out the coordinator's orders on a worker.
 
-    An error in one of them is passed to the function `failed`. In all methods, `previous` ran this
-    worker's generation of the order before; None if there is none.
+    An error in a thread is passed to the function `on_failure`. In all methods, `previous` is this
+    worker's generation in the order before; None if it took no part.
     """
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        # Held while layers are written at the end, or changed by an order. An order to finish may
+        # end early.
         self._finishing = threading.Lock()
-        """Lock held while layers are written at the end, or changed by an order. An order to finish
-        may end early."""
+        # Connections between the worker's ranks in the last order to finish.
         self._between_ranks: GenerationSession | None = None
-        """Connections between the worker's ranks in the last order to finish."""
+        # Set when the next order has come; each order has a new one.
         self._next = threading.Event()
-        """Event that is set when the next order has come. Each order has a new one."""
 
     @property
     def is_finishing(self) -> bool:
-        """True while parameters are being written."""
+        """True while layers are written at the end, or changed before an order begins."""
         return self._finishing.locked()
 
-    def start_training(self, context: WorkerContext, order: Train, generation: GenerationRunner,
-                       previous: GenerationRunner | None) -> None:
-        """Start a thread that ends the generation before, and runs that of `order`."""
+    def start_training(
+        self,
+        context: WorkerContext,
+        order: Train,
+        generation: GenerationRunner,
+        previous: GenerationRunner | None,
+    ) -> None:
+        """Start a thread that leaves `previous`, and runs `generation` for `order`.
+
+        If the order returns to a checkpoint, all layers and later checkpoints are dropped before.
+        """
         self._begin_order()
 
         def work() -> None:
+            # First return to what is committed, in memory or by a checkpoint.
             with self._finishing:
                 context.checkpointer.begin_order(order.order, order.first_iteration)
                 leave_generation(context, previous, order)
                 if previous is not None and self._between_ranks is not None:
-                    self._between_ranks.close()  # all ranks have met for another order, so none uses it
+                    # All ranks have met for another order, so none uses it.
+                    self._between_ranks.close()
                     self._between_ranks = None
                 if order.restore is not None:
                     context.layer_store.drop_all()
@@ -65,32 +75,37 @@ class OrderThreads:
 
         self.start_thread(context.device, f"generation {order.order}", work)
 
-    def sit_out(self, context: WorkerContext, order: Train, previous: GenerationRunner | None) -> None:
-        """Start a thread that leaves the last generation, and drops all layers.
+    def sit_out(
+        self, context: WorkerContext, order: Train, previous: GenerationRunner | None
+    ) -> None:
+        """Start a thread for an order without this worker: leave `previous`, drop all layers.
 
-        This worker takes no part in the order. Its state is then out of date, but other workers may
-        first need parts of it, which it sends.
+        Parts that other workers need are sent to them first.
         """
         over = self._begin_order()
 
         def work() -> None:
             context.checkpointer.begin_order(order.order, order.first_iteration)
             leave_generation(context, previous, order)
+            # This worker's state is then out of date, but others may first need parts of it.
             if any(move.source == context.worker for move in order.moves):
-                with suppress(CommunicationError):  # the order is over, or the receivers report the failure
+                # The order is over, or the receivers report the failure.
+                with suppress(CommunicationError):
                     move_layers(context, order, partial(_raise_if_over, over))
             context.layer_store.drop_all()
             context.links.close_idle()
-            if context.group is not None:  # an abandoned thread, or one that never met all, left it connected
+            # An abandoned thread, or one that never met all, left it connected.
+            if context.group is not None:
                 context.group.connect(None)
 
         self.start_thread(context.device, "leaving the order", work)
 
-    def start_finishing(self, context: WorkerContext, order: Finish, previous: GenerationRunner | None) -> None:
-        """Start a thread that writes the layers assigned by `order`, and reports digests.
+    def start_finishing(
+        self, context: WorkerContext, order: Finish, previous: GenerationRunner | None
+    ) -> None:
+        """Start a thread that writes the layers that `order` assigns, and reports their digests.
 
-        Digests, of all held parameters, must agree between peers. If another worker that has parts
-        of these layers is lost, there will be another order.
+        If it cannot get parts of these layers from other workers, it reports `Paused` instead.
         """
         over = self._begin_order()
 
@@ -98,12 +113,21 @@ class OrderThreads:
             with self._finishing:
                 context.checkpointer.begin_order(order.order, order.first_iteration)
                 leave_generation(context, previous, order)
+                # Get the parts of these layers that other workers own.
                 try:
                     received = move_layers(context, order, partial(_raise_if_over, over))
                 except CommunicationError as error:
                     if not over.is_set():
-                        context.channel.send(Paused(context.worker, order.order, context.layer_store.list_held_state(),
-                                                    None, str(error), (context.worker, *error.peers)))
+                        context.channel.send(
+                            Paused(
+                                context.worker,
+                                order.order,
+                                context.layer_store.list_held_state(),
+                                None,
+                                str(error),
+                                (context.worker, *error.peers),
+                            )
+                        )
                     return
                 context.layer_store.set_parameters(received, order.first_iteration - 1)
                 self._between_ranks = _connect_ranks(context, order)
@@ -112,11 +136,13 @@ class OrderThreads:
         self.start_thread(context.device, "finish", work)
 
     def start_publishing(self, context: WorkerContext, order: Finish) -> None:
-        """Start a thread that publishes what was written for `order`, and reports that. The
-        coordinator has found that all members hold the same state."""
+        """Start a thread that makes the drafts of `order` final, and reports that."""
+
+        # The coordinator has found that all members hold the same state.
         def work() -> None:
             with self._finishing:
-                for layer, worker in order.writers if order.parameters and context.rank == 0 else ():
+                writers = order.writers if order.parameters and context.rank == 0 else ()
+                for layer, worker in writers:
                     if worker == context.worker:
                         publish_layer(Path(context.spec.settings.out), layer, order.order)
                 context.checkpointer.publish_last(order.first_iteration)
@@ -125,18 +151,21 @@ class OrderThreads:
         self.start_thread(context.device, "publish", work)
 
     def drop_layers(self, context: WorkerContext) -> None:
-        """Drop all layers, after any writing has ended."""
+        """Drop all layers, once no thread writes them any more."""
         with self._finishing:
             context.layer_store.drop_all()
 
     def _begin_order(self) -> threading.Event:
-        """End the waits of the last order. Return an event for the end of this one."""
+        """End the last order's waits; return an event that is set at this one's end."""
         self._next.set()
         self._next = threading.Event()
         return self._next
 
-    def start_thread(self, device: torch.device, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Start a thread that runs `work` with `device` as its GPU; errors go to `failed`."""
+    def start_thread(
+        self, device: torch.device, name: str, work: Callable[[], None]
+    ) -> threading.Thread:
+        """Start a thread that runs `work` with `device` as its GPU; errors go to `on_failure`."""
+
         def run() -> None:
             try:
                 if device.type == "cuda":
@@ -145,7 +174,7 @@ class OrderThreads:
             except AbandonedError:
                 pass
             except BaseException as error:
-                self._failed(error)
+                self._on_failure(error)
 
         thread = threading.Thread(target=run, daemon=True, name=name)
         thread.start()
@@ -157,50 +186,73 @@ def _raise_if_over(over: threading.Event) -> None:
         raise CommunicationError("the order is over")
 
 
-def leave_generation(context: WorkerContext, previous: GenerationRunner | None, order: Order) -> None:
-    """Undo what the last generation has not committed, and tell receivers of `order`.
+def leave_generation(
+    context: WorkerContext, previous: GenerationRunner | None, order: Order
+) -> None:
+    """Return this worker to the last committed iteration; if impossible, drop all layers.
 
-    Does nothing if `previous` is None. All layers are dropped if this worker cannot return to the
-    state from which the order continues.
+    Workers that fetch layers from this one learn that `order` begins. Without a `previous`
+    generation, nothing is done.
     """
     if previous is not None:
         try:
             previous.return_to_committed(order)
-        except VersionError as error:  # e.g. the others have returned to a checkpoint without this worker's knowledge
+        # e.g. the others have returned to a checkpoint without this worker's knowledge.
+        except VersionError as error:
             if isinstance(order, Finish) or order.restore is None:
-                print(f"order {order.order}: {error}; this worker drops its layers", file=sys.stderr, flush=True)
+                print(
+                    f"order {order.order}: {error}; this worker drops its layers",
+                    file=sys.stderr,
+                    flush=True,
+                )
             context.layer_store.drop_all()
         context.layer_sender.queue_order_begins(order.order, order.first_iteration - 1)
 
 
 def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession | None:
-    """Connect the ranks of this worker to gather shards; None if it is one process."""
+    """Connect this worker's ranks to gather shards; return None if there is one rank."""
     if context.group is None:
         return None
     alone = Membership(order.order, {context.worker: 0}, context.worker, context.group)
-    return GenerationSession(alone, links=context.links, device=context.device, store=context.store).connect()
+    return GenerationSession(
+        alone, links=context.links, device=context.device, store=context.store
+    ).connect()
 
 
 def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """Write drafts of the assigned layers; report digests of parameters and checksums."""
-    # `received` are the parts of these layers that other workers keep.
+    """Write drafts of the layers that `order` assigns; report digests and checksums.
+
+    `received` are the parts of these layers that other workers keep.
+    """
     holding = context.layer_store.holding
+    # All ranks gather a layer's shards, and the first one writes it.
     for layer, worker in order.writers:
         if worker == context.worker and order.parameters:
             copies, module = context.sharing.copies_in(layer), holding.modules[layer]
             full_state = gather_layer(module, context.group)
             if context.rank == 0:
-                draft_layer_with_retry(Path(context.spec.settings.out), layer, order.order, {
-                    name: tensor for name, tensor in full_state.items() if name not in copies},
-                    lambda text: context.channel.send(Note(context.worker, text)))
+                draft_layer_with_retry(
+                    Path(context.spec.settings.out),
+                    layer,
+                    order.order,
+                    {name: tensor for name, tensor in full_state.items() if name not in copies},
+                    lambda text: context.channel.send(Note(context.worker, text)),
+                )
+    # The last checkpoint: a draft as well, until the coordinator has compared all digests.
     store = context.layer_store
     own_layers = [layer for layer, worker in order.writers if worker == context.worker]
-    context.checkpointer.save_last(order,
-                                   partial(store.gather_whole_layers, own_layers, received, order.first_iteration - 1))
-    kept = store.list_held_state()
+    context.checkpointer.save_last(
+        order, partial(store.gather_whole_layers, own_layers, received, order.first_iteration - 1)
+    )
+    # The coordinator compares the digests of parameters between peers.
+    state = store.list_held_state()
     digests, checksums = dict[str, str](), tuple[Checksum, ...]()
-    if kept is None or kept.whole_after == order.first_iteration - 1:
-        digests = {name: tensor_digest(name, parameter) for name, parameter in holding.parameters_by_name().items()}
-        with suppress(VersionError):  # it keeps parts that it could not bring up to date, and which no writer takes
+    if state is None or state.whole_after == order.first_iteration - 1:
+        digests = {
+            name: tensor_digest(name, parameter)
+            for name, parameter in holding.parameters_by_name().items()
+        }
+        # It keeps parts that it could not bring up to date, and which no writer takes.
+        with suppress(VersionError):
             checksums = store.start_checksums(order.first_iteration - 1)()
     context.channel.send(Finished(context.worker, order.order, digests, checksums))

@@ -12,11 +12,11 @@ from slipstream.schedules.schedule import Op, OpKind, Schedule, Worker
 from slipstream.schedules.timing import ReplayStep, replay_steps
 
 COSTS = (OpKind.F, OpKind.I, OpKind.W)
-"""Kinds of op whose costs scale ticks; samples have each at every slice."""
+"""Kinds of op for which a sample has a cost at every slice."""
 
 
 def arrays_of(schedule: Schedule) -> Arrays:
-    """Return the steps of an iteration as arrays, in blocks.
+    """Return the steps of an iteration as arrays, divided into blocks.
 
     Steps are ops and whole all-reduces. Blocks are replayed one after the other. The compute ops of
     pipelines that share micro-batches form one block. The last block, the tail, has the reductions
@@ -31,6 +31,7 @@ def arrays_of(schedule: Schedule) -> Arrays:
         for pipeline in group
     }
     number_of = {seat.worker: number for number, seat in enumerate(schedule.seats)}
+    # A tail is replayed after all compute ops, so there is none if some of them follow reductions.
     if _computes_after_reductions(steps, workers):
         group_of = dict.fromkeys(group_of, 0)
         blocks = [0] * len(steps)
@@ -50,6 +51,8 @@ def arrays_of(schedule: Schedule) -> Arrays:
         release[number_of[seat.worker] :: len(number_of)] = min(
             op.start_ticks for op in schedule.programs[seat.program]
         )
+    # Entries of variable number, such as awaited steps, lie one after the other in an array; a
+    # second array says where those of each step begin.
     return Arrays(
         begin=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         worker=_int_array(step.workers[0] for step in ordered),
@@ -71,14 +74,17 @@ def arrays_of(schedule: Schedule) -> Arrays:
 
 
 def _block_of(step: ReplayStep, group_of: Mapping[int, int], tail: int) -> int:
-    """Return the block of a step: the group of its pipeline, or `tail`."""
+    """Return the block of a step: its pipeline's group for a compute op, else `tail`."""
     if step.is_compute and step.op.pipeline is not None:
         return group_of[step.op.pipeline]
     return tail
 
 
 def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
-    """Return the number of a step's micro-batch among those of all pipelines; -1 without one."""
+    """Return the number of a step's micro-batch over all pipelines; -1 if it has none.
+
+    `first` has the number of each pipeline's first micro-batch.
+    """
     pipeline, microbatch = step.op.pipeline, step.op.microbatch
     if not step.is_compute or pipeline is None or microbatch is None:
         return -1
@@ -97,19 +103,20 @@ def _computes_after_reductions(steps: Sequence[ReplayStep], workers: int) -> boo
 
 
 def _cost_kinds(op: Op) -> tuple[OpKind, ...]:
-    """Return the kinds of op whose relative times in a sample scale this op."""
-    # B takes the times of I and W; any other op its own.
+    """Return the kinds of op whose costs scale the duration of this op."""
+    # B runs I and W.
     return (OpKind.I, OpKind.W) if op.kind is OpKind.B else (op.kind,)
 
 
 def _cost_columns(
     schedule: Schedule, steps: Iterable[ReplayStep]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Iterate over the steps, each as its costs and the ticks for each.
+    """Yield for each step its rows of `Arrays.column` and `Arrays.ticks`, joined.
 
-    A sample's costs are indexed by slice and kind, 3 x slice + kind. Only B has two; a missing
-    index is -1.
+    Each row has two numbers, since B has two costs; other compute ops have one.
     """
+    # A sample's costs are a row with index 3 x slice + kind (`COSTS`). Only B has two of them; -1
+    # stands for a cost that is missing.
     scaling: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}
     for step in steps:
         op = step.op
@@ -127,7 +134,7 @@ def _cost_columns(
 
 
 def shares_of(schedule: Schedule) -> npt.NDArray[np.float64]:
-    """Return the part of each slice's layers in each stage, [slices, stages]."""
+    """Return which share of each slice's layers lies in each stage, [slices, stages]."""
     grid = schedule.grid
     shares = np.zeros((len(schedule.layers_by_slice), grid.depth))
     for slice_, (first, end) in enumerate(schedule.layers_by_slice):

@@ -1,8 +1,8 @@
-"""Compile the loops of dealing at installation (`python -m slipstream.schedules.dealing.compiled`),
-cached on disk.
+"""Compile the loops of dealing at installation, and cache them on disk.
 
-Otherwise each worker's process compiles them in its first iteration, all at the same time: with 6
-workers on 2 cores this took half a minute.
+The command is `python -m slipstream.schedules.dealing.compiled`. Without it, the process of each
+worker compiles the loops in its first iteration, and all do so at the same time: with 6 workers on
+2 cores this took half a minute.
 """
 
 import numpy as np
@@ -11,7 +11,8 @@ from slipstream.schedules.dealing.kernel import Arrays, improve_by_swaps, replay
 
 
 def load_kernels() -> None:
-    """Load the machine code of dealing's loops, or compile it, by calling each once."""
+    """Call each loop of dealing once, which loads its machine code or compiles it."""
+    # An iteration without steps is enough: numba compiles for types and dimensions, not for values.
     empty = np.zeros(0, np.int64)
     zero = np.zeros(1, np.int64)
     pairs = np.zeros((0, 2), np.int64)

@@ -1,4 +1,4 @@
-"""Choose samples for micro-batches: a pure function of schedule, costs, seed and swaps."""
+"""Choose a sample for each micro-batch: a pure function of schedule, costs, seed and swaps."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,53 +11,54 @@ from slipstream.schedules.dealing.kernel import Ints, improve_by_swaps, replay_i
 from slipstream.schedules.schedule import Schedule
 
 UNIT = 10**6
-"""Number of integer units in a cost of 1, the mean.
+"""Number of integer units in a cost of 1, which is the mean.
 
-Costs are rounded to millionths. From there on all numbers are integers, so that all machines get
-the same result.
+Costs are rounded to millionths. All numbers after that are integers, so that all machines get the
+same result.
 """
 MAX_COST = 1000
 """Highest cost of a sample, as a multiple of the mean."""
 STEPS_PER_SECOND = 64_000_000
-"""Approximate number of ops that a core replays per second.
+"""Approximate number of steps (ops, or whole all-reduces) that a core replays per second.
 
-It replays them when it tries other samples for micro-batches. Dealing an iteration may take one
-second at most, and at most half of the planned time of the iteration, because the next iteration is
-dealt while it runs. Larger schedules try fewer swaps.
+Dealing an iteration may take one second, or half of the planned time of the iteration if that is
+less, because the next iteration is dealt while it runs. For larger schedules, fewer swaps are
+tried.
 """
 
 Costs = npt.NDArray[np.float64]
 """Times of F, I and W of each sample, as multiples of the mean.
 
-[samples, 3], or [samples, stages, 3] if stages differ. Samples are numbered like the micro-batches
-that they would be in without dealing. In a bidirectional pipeline, the stages are those of one
-direction.
+The shape is [samples, 3], or [samples, stages, 3] if stages differ. Samples are numbered like the
+micro-batches that they would be in without dealing. In a bidirectional pipeline, the stages are
+those of one direction.
 """
 
 
 class CostError(ValueError):
-    """One-line error for invalid costs of samples, or lengths that give them."""
+    """Error of one line for invalid costs of samples, or invalid lengths."""
 
 
 class Dealt(NamedTuple):
-    """Assignment of an iteration's samples to micro-batches, with lengths in ticks."""
+    """Samples of an iteration as dealt to micro-batches, and how long the iteration takes."""
 
     sample: Ints
     """Number of the sample that each micro-batch gets, [micro-batches].
 
-    Micro-batches are numbered pipeline by pipeline; without dealing, each has the sample of its own
-    number.
+    Micro-batches are numbered pipeline by pipeline. Without dealing, each gets the sample with its
+    own number.
     """
     before_ticks: float
-    """Length of the iteration, in ticks, without dealing."""
+    """Ticks of the iteration without dealing."""
     after_ticks: float
+    """Ticks of the iteration with these samples."""
 
 
 def require_costs(costs: object, samples: int, stages: int) -> Costs:
     """Return the costs of samples as an array [samples, stages, 3].
 
-    Costs are the times of F, I and W as multiples of the mean, given as such or as [samples, 3].
-    Raises CostError unless they are valid.
+    `costs` has the times of F, I and W as multiples of the mean, in this shape or as [samples, 3]
+    for equal stages. Raises CostError for another shape, or unless all are from 0 to `MAX_COST`.
     """
     try:
         array = np.asarray(costs, np.float64)
@@ -77,11 +78,15 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
             f"the {'FIW'[at[-1]]} of sample {at[0]} costs {array[at]:g} times the mean; expected 0 "
             f"to {MAX_COST}"
         )
+    # If stages do not differ, all have the same costs.
     return np.broadcast_to(array[:, None] if array.ndim == 2 else array, (samples, stages, 3))
 
 
 class Dealer:
-    """Assigner of samples to a schedule's micro-batches. Raises ValueError for a circle of ops."""
+    """Dealer of samples to the micro-batches of one schedule.
+
+    Its creation raises ValueError if ops of the schedule wait for each other in a circle.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self._arrays = arrays_of(schedule)
@@ -102,17 +107,17 @@ class Dealer:
         )
 
     def affordable_swaps(self, wanted: int) -> int:
-        """Return how many of `wanted` swaps of two samples `deal` has time for."""
+        """Return how many swaps of two samples `deal` has time for: at most `wanted`."""
         return min(wanted, self._most_steps // max(1, self._steps_of_a_swap))
 
     def deal(self, costs: object, *, seed: int, swaps: int) -> Dealt:
-        """Assign the samples of an iteration to micro-batches so that the iteration ends early.
+        """Choose a sample for each micro-batch so that the iteration ends early.
 
         `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
         [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or,
-        if that is shorter, with pipelines of about equal work. It then swaps pairs of samples, up
-        to `swaps` times, as time allows. The result is never longer than without dealing. Raises
-        CostError.
+        if that is shorter, with pipelines of about equal work. It then tries random swaps of two
+        samples: `swaps` of them, or fewer if time is short. The result is never longer than without
+        dealing. Raises CostError for invalid costs.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -120,6 +125,7 @@ class Dealer:
         before = self._window_length(integer_costs, undealt)
         if not swaps:
             return Dealt(undealt, before / UNIT, before / UNIT)
+        # Pipelines with equal work usually end earlier, but not always.
         even = self._deal_evenly(integer_costs @ self._weights)
         sample = even if self._window_length(integer_costs, even) < before else undealt
         _, after = improve_by_swaps(self._arrays, integer_costs, UNIT, pairs, sample)
@@ -128,13 +134,15 @@ class Dealer:
     def iteration_seconds(
         self, costs: Iterable[object], samples: npt.ArrayLike
     ) -> npt.NDArray[np.float64]:
-        """Return the seconds that each of several iterations in a row takes.
+        """Return the seconds that each of several successive iterations takes.
 
-        They count from the end of the one before to its own end. By iteration, `costs` has the
-        times of F, I and W of its samples as multiples of the mean (`Costs`), and `samples` the
-        sample of each micro-batch, [iterations, micro-batches]. The first iteration starts as
-        planned. Workers do not wait for each other between iterations. Raises CostError.
+        An iteration is measured from the end of the previous one to its own end. For each
+        iteration, `costs` has the times of F, I and W of its samples as multiples of the mean
+        (`Costs`), and `samples` has the sample of each micro-batch, [iterations, micro-batches].
+        The first iteration starts as planned. Workers do not wait for each other between
+        iterations. Raises CostError for invalid costs.
         """
+        # When each worker is free, from one iteration to the next.
         free = self._arrays.release * UNIT
         ends = [int(free.max())]
         for own_costs, sample in zip(costs, np.asarray(samples), strict=True):
@@ -145,10 +153,9 @@ class Dealer:
     def costs_by_slice(self, costs: object) -> Costs:
         """Return the times of F, I and W of samples by slice, [samples, slices, 3].
 
-        They are multiples of the mean: averages over the stages in which the slice has layers, each
-        weighted by the number of these layers.
-
-        The argument is `Costs`, by stage or equal for all stages. Raises CostError.
+        The times are multiples of the mean. For a slice with layers of several stages, they are
+        averages over these stages, weighted by numbers of layers. `costs` is as in `Costs`, by
+        stage or equal for all stages. Raises CostError for invalid costs.
         """
         costs_by_slice: Costs = np.einsum(
             "ls,nsk->nlk", self._shares, require_costs(costs, self.samples, self.stages)
@@ -156,7 +163,8 @@ class Dealer:
         return costs_by_slice
 
     def _integer_costs(self, costs: object) -> Ints:
-        """Return the times of F, I and W of samples as integers, [samples, columns]."""
+        """Return the costs of samples in units of 1 / `UNIT`, [samples, 3 x slices]."""
+        # The times of F, I and W of a slice are next to each other, as in `arrays.COSTS`.
         whole: Ints = (
             np.rint(self.costs_by_slice(costs) * UNIT)
             .astype(np.int64)
@@ -165,24 +173,26 @@ class Dealer:
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker, in multiples of 1 / `UNIT` ticks."""
+        """Return the longest busy window of a worker, in units of 1 / `UNIT` ticks.
+
+        `sample` has the sample of each micro-batch, and `costs` each sample's factors, by column.
+        """
+        # Without pairs to swap, this only replays the iteration.
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
 
     def _work_by_column(self) -> Ints:
-        """Sum the planned ticks of an iteration's ops by column of `_integer_costs`."""
+        """Return the planned ticks of an iteration's ops by 3 x slice + kind (`arrays.COSTS`)."""
         arrays = self._arrays
         computing = arrays.column >= 0
-        return np.bincount(arrays.column[computing], arrays.ticks[computing],
-                           minlength=3 * len(self._shares)).astype(np.int64)
+        return np.bincount(
+            arrays.column[computing], arrays.ticks[computing], minlength=3 * len(self._shares)
+        ).astype(np.int64)
 
     def _deal_evenly(self, costs: Ints) -> Ints:
-        """Return a sample for each micro-batch, [micro-batches], such that pipelines have about
-        equal work.
-
-        `costs` has the work of each sample, one number. Samples are dealt by work, highest first,
-        each to the pipeline with the least work that has micro-batches left.
-        """
+        """Return each micro-batch's sample, so that pipelines have about equal sums of `costs`."""
+        # Longest first (Graham 1969): each sample goes to the pipeline with the least work that
+        # still has micro-batches.
         loads, left = [0] * len(self._counts), list(self._counts)
         dealt: list[list[int]] = [[] for _ in self._counts]
         for sample in np.argsort(-costs, kind="stable").tolist():
@@ -195,13 +205,13 @@ class Dealer:
 
 
 def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
-    """Return random pairs of different micro-batches, [swaps, 2].
+    """Return random pairs of different numbers below `samples`, [swaps, 2].
 
-    A seed gives the same pairs on any machine and with any version of numpy, since they use the
-    generator's raw numbers.
+    The pairs are equal on all machines. There are none for fewer than two samples.
     """
     if samples < 2:
         return np.empty((0, 2), np.int64)
+    # The generator's raw numbers are the same with any version of numpy.
     raw = np.random.PCG64(seed).random_raw(2 * swaps).reshape(-1, 2) >> np.uint64(32)
     first = raw[:, 0] % np.uint64(samples)
     other = raw[:, 1] % np.uint64(samples - 1)

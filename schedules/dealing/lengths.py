@@ -1,4 +1,8 @@
-"""Find costs of samples by the lengths of their documents: read, estimated, or fitted."""
+"""Find the costs of samples from the lengths of their documents.
+
+Costs are estimated from the share of attention, or computed with coefficients that are fitted to
+measured times.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +22,8 @@ MAX_BYTES = 2**28
 def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
     """Read the lengths of each sample's documents, in tokens, a line per sample.
 
-    Raises CostError, whose message names the line, also if a sample has more than `context` tokens
-    (None: no limit).
+    Raises CostError if the file cannot be read or has no sample; with the line's number, if a line
+    has another form, or a sample more than `context` tokens (None: no limit).
     """
     try:
         lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
@@ -28,6 +32,7 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
     samples = []
     for number, line in enumerate(lines, 1):
         words = line.split()
+        # A blank line is no sample: a sample has at least one document.
         if not words:
             continue
         if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 2**31 for word in words):
@@ -55,11 +60,11 @@ def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
 
 
 def costs_of(samples: Sequence[Sequence[int]], attention: float) -> Costs:
-    """Return the times of F, I and W of each sample, [samples, 3].
+    """Return the estimated times of F, I and W of each sample, [samples, 3].
 
-    They are multiples of the mean. A sample is the lengths of its documents. On average, a share
-    `attention` of F and of I grows with the squares of these lengths. The rest grows with tokens,
-    and so does W, which has matrix products only.
+    Times are multiples of the mean. Each of `samples` is the lengths of its documents. Of the mean
+    time of F and of I, a share `attention` grows with the squares of these lengths. The rest grows
+    with the number of tokens, and so does W, which has matrix products only.
     """
     _, tokens, squares = sample_sizes(samples).T
     plain: npt.NDArray[np.float64] = tokens / tokens.mean()
@@ -74,7 +79,7 @@ Rows = npt.NDArray[np.float64]
 
 
 class CoefficientFit(NamedTuple):
-    """Non-negative coefficients of an op's seconds, fitted to measurements, and the error."""
+    """Coefficients for the seconds of an op, none negative, fitted to measurements."""
 
     coefficients: Coefficients
     error: float
@@ -84,25 +89,27 @@ class CoefficientFit(NamedTuple):
 def fit_coefficients(
     tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]
 ) -> CoefficientFit:
-    """Fit an op's seconds by a constant plus multiples of `tokens` and `squares`.
+    """Fit the seconds of an op by a constant plus multiples of `tokens` and `squares`.
 
-    No coefficient is negative, and the sum of squared relative errors is least. The arguments have
-    the tokens, the sum of squares of documents' lengths, and the seconds of each measured sample.
-    Plain least squares is solved for each subset of the three coefficients. Of the solutions
-    without a negative coefficient, the best is the exact one (Lawson and Hanson, Solving Least
-    Squares Problems, 1974).
+    For each measured sample, the arguments have its tokens, the sum of the squares of its
+    documents' lengths, and the seconds of the op. The sum of squared relative errors is least, with
+    no coefficient negative (Lawson and Hanson, Solving Least Squares Problems, 1974).
     """
     measured = np.asarray(seconds, np.float64)
     rows = np.stack(
         (np.ones_like(measured), np.asarray(tokens, np.float64), np.asarray(squares, np.float64)),
         axis=1,
     )
+    # Rows divided by the measured seconds: absolute errors then are relative ones.
     coefficients, squared_error = _fit_nonnegative(rows / measured[:, None], np.ones_like(measured))
     return CoefficientFit(coefficients, math.sqrt(squared_error / len(measured)))
 
 
 def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
-    """Return three x >= 0 that best fit `rows @ x`, and the squared error."""
+    """Return the best non-negative solution of `rows @ x = targets`, and its squared error."""
+    # Plain least squares for each subset of the three coefficients: of the solutions without a
+    # negative one, the best is the exact solution (Lawson and Hanson, Solving Least Squares
+    # Problems, 1974).
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(3), float((targets**2).sum())
@@ -118,9 +125,9 @@ def _fit_nonnegative(rows: Rows, targets: Rows) -> tuple[Coefficients, float]:
 
 
 def sample_sizes(samples: Sequence[Sequence[int]]) -> Rows:
-    """Return 1, the tokens and the sum of squares for each sample, [samples, 3].
+    """Return a row for each sample: 1, its tokens, its sum of squares, [samples, 3].
 
-    The squares are of its documents' lengths. A sample is given as the lengths of its documents.
+    Each of `samples` is the lengths of its documents, whose squares are summed.
     """
     sizes: Rows = np.array([_size_of(documents) for documents in samples], np.float64)
     return sizes
@@ -133,12 +140,12 @@ def _size_of(documents: Sequence[int]) -> tuple[int, int, int]:
 def costs_by_stage(
     samples: Sequence[Sequence[int]], coefficients: npt.NDArray[np.float64]
 ) -> Costs:
-    """Return the times of F, I and W of each sample, [samples, stages, 3].
+    """Return the times of F, I and W by sample and stage, [samples, stages, 3].
 
-    They are multiples of the mean. A sample is the lengths of its documents. By stage and op,
-    `coefficients`, [stages, 3, 3], has the three of `fit_coefficients`. An op that takes no time
-    costs 1. Sums are correctly rounded (`math.fsum`) and all else is done number by number, so that
-    all machines get the same result.
+    Times are multiples of the mean over `samples` at the same stage and op, or 1 if an op takes no
+    time. Each of `samples` is the lengths of its documents. For each stage and op, `coefficients`,
+    [stages, 3, 3], has the three numbers that `fit_coefficients` fits. All machines get the same
+    result.
     """
     _, tokens, squares = sample_sizes(samples).T[:, :, None, None]
     seconds = (
@@ -149,6 +156,7 @@ def costs_by_stage(
     relative: Costs = np.ones_like(seconds)
     for stage, kind in np.ndindex(seconds.shape[1:]):
         times = seconds[:, stage, kind]
+        # `math.fsum` rounds correctly, and all else is done number by number, so machines agree.
         mean = math.fsum(times.tolist()) / len(times)
         if mean > 0:
             relative[:, stage, kind] = times / mean

@@ -1,12 +1,10 @@
-"""Define the files of a table of schedules.
+"""Define the files of a table of schedules, and read them with digests verified.
 
-Contents, JSON, and reading with digests verified.
-
-    index.json          the job that the table is for; one row per entry; digests of all other files
-    index.md            the rows in readable form
-    job.toml            the job file
-    programs.json.gz    every program of all entries, once
-    entries/KEY.json    one schedule: its workers in order, each with the number of its program
+index.json          the job that the table is for; one row per entry; digests of all other files
+index.md            the rows in readable form
+job.toml            the job file
+programs.json.gz    every program of all entries, once
+entries/KEY.json    one schedule: its workers in order, each with the number of its program
 """
 
 import hashlib
@@ -51,7 +49,7 @@ MAX_PROGRAMS_BYTES = 512 * 2**20
 
 
 class TableError(DocumentError):
-    """Error: the table cannot be used. The message is one line."""
+    """Error of one line for a table that cannot be used."""
 
 
 class Basis(
@@ -68,26 +66,26 @@ class Basis(
     optimizer: OptimizerMode
     method: str
     time_limit: float
-    """Seconds of planning for each entry of the table."""
+    """Seconds of planning for each entry."""
     seed: int
     steps: int | None = None
-    """Search steps of planning for each entry of the table. If given, they replace `time_limit`."""
+    """Search steps of planning for each entry; if given, they replace `time_limit`."""
     params: dict[str, Any] = {}
     """Search parameters that differ from the defaults."""
 
     @property
     def default_costs(self) -> "EntryCosts":
-        """Times, sizes and tick length of entries that have none of their own."""
+        """Slices, times, memory and tick length of entries that have none of their own."""
         return EntryCosts(
             tick_seconds=self.tick_seconds, slices=(), times=self.times, memory=self.memory
         )
 
 
 class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Slices, times, sizes and tick length of one entry of a table of schedules.
+    """Slices, times, memory and tick length of a single entry of a table.
 
-    An entry has its own only if they differ from those that all entries share (`Basis`). They
-    differ if the entry has slices or finer ticks, or if a slow worker is down in it.
+    An entry has its own only if they differ from those that all entries share (`Basis`): if it has
+    slices or finer ticks, or if a slow worker is down in it.
     """
 
     tick_seconds: TickSeconds
@@ -97,7 +95,7 @@ class EntryCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Schedule as a table of schedules stores it, for some failures."""
+    """Schedule for some failures, in the form in which a table stores it."""
 
     key: str
     failed: tuple[Worker, ...]
@@ -108,47 +106,51 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seats: tuple[tuple[Natural, ...], ...]
     """Program of each live worker, sorted by worker.
 
-    It is a number in the table, then the other pipelines whose micro-batches the program runs.
+    A program is given by its number in the table, followed by the other pipelines whose
+    micro-batches it runs.
     """
     holds: tuple[tuple[LayerRange, ...] | None, ...] = ()
-    """Layers of each live worker, sorted by worker; None: its column's. Empty: all None."""
+    """Held layers of each live worker, sorted by worker; None: those of its role's column.
+
+    Empty if all are None.
+    """
     costs: EntryCosts | None = None
-    """Times, sizes and tick length of this schedule. None: those of the basis."""
+    """Slices, times, memory and tick length of this schedule; None: those of the basis."""
     bound_scope: Scope | msgspec.UnsetType = msgspec.UNSET
     """Scope of the lower bound, as in `Schedule.bound_scope`."""
     roles: tuple[Worker, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Role of each live worker, sorted by worker. Unset if every live worker plays its own."""
+    """Role of each live worker, sorted by worker; unset if all workers play their own."""
 
     def tick_seconds(self, basis: Basis) -> float:
-        """Return the seconds of a tick of this entry's schedule, its own or the basis's."""
+        """Return the seconds of a tick of this entry's schedule."""
         return (self.costs or basis.default_costs).tick_seconds
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Line of a table's index about the schedule of one entry. Durations are in seconds."""
+    """Line of a table's index about the schedule of one entry; durations are in seconds."""
 
     key: str
     failures: int
     failed: tuple[Worker, ...]
-    """Roles that are down in the stored schedule."""
+    """Roles that are vacant in the stored schedule."""
     status: str
-    """`optimal`, `feasible`, or `no plan`, with a `reason` and without figures."""
+    """`optimal`, `feasible`, or `no plan`, which has a `reason` and no figures."""
     period: float | None = None
     lower_bound: float | None = None
     gap: float | None = None
     throughput: float | None = None
-    """Throughput relative to the job without failures: fault-free period / period."""
+    """Throughput relative to the job without failures: period without failures / period."""
     fault_scaled: float | None = None
-    """Share of workers that are live: live workers / all workers."""
+    """Share of all workers that are live."""
     reason: str | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
     """Sets of nodes (machines) whose loss the entry is for, in a table by node."""
     layers_moved: int | None = None
-    """Number of layers that workers load, counted per worker, if layers have moved."""
+    """Number of layers that workers load, summed over workers; None unless rebalanced."""
     bytes_moved: float | None = None
-    """Bytes of all layers that workers load, if the job has the weights of layers."""
+    """Bytes of all layers that workers load; None if weights are unknown, or not rebalanced."""
     seconds_to_move: float | None = None
-    """Seconds to load these layers at the bandwidth that the table was made for."""
+    """Seconds to load these layers at the table's bandwidth; None where `bytes_moved` is."""
     sha256: str | None = None
     """SHA-256 digest of the entry's file; None without a plan."""
 
@@ -159,20 +161,20 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     format: str = "slipstream.table"
     version: int = VERSION
     sha256: str = ""
-    """Digest of this index, computed with an empty string in its place."""
+    """Digest of the index itself, computed with an empty string here."""
     basis: Basis
     max_failures: int
     exact: bool
     """True if every failure pattern of up to `max_failures` has its own entry."""
     settled: bool = False
-    """True if entries for failures have second ones, in whose schedules layers may have moved."""
+    """True if entries for failures have second ones that are rebalanced."""
     job_sha256: str
     programs_sha256: str
     entries: tuple[Row, ...]
 
 
 class Programs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All programs of a table, each as JSON text until an entry needs it."""
+    """All programs of a table, each kept as JSON text until an entry needs it."""
 
     format: str = "slipstream.programs"
     version: int = VERSION
@@ -224,20 +226,27 @@ def sha256_digest(data: bytes) -> str:
 
 
 def entry_file(key: str) -> str:
-    """Return the path of an entry's file in the table's folder; digests end long keys."""
+    """Return the path of an entry's file in the table's folder.
+
+    A key of over 100 characters is cut off, and ends with its digest.
+    """
+    # Most file systems limit names to 255 bytes.
     if len(key) > 100:
         key = f"{key[:60]}-{sha256_digest(key.encode())[:32]}"
     return f"{ENTRIES}/{key}.json"
 
 
 def encode_document(document: Index | Programs | EntryDocument) -> bytes:
-    """Encode a file of a table as canonical JSON.
+    """Encode a file of a table as canonical JSON, one line with a newline.
 
-    It is one line with a newline at the end, `format` and `version` first. Unset fields, as in
-    entries of earlier versions, are left out.
+    The keys `format` and `version` come first. Unset fields, as in entries of earlier versions, are
+    left out.
     """
-    values = {name: value for name in type(document).__struct_fields__
-              if (value := getattr(document, name)) is not msgspec.UNSET}
+    values = {
+        name: value
+        for name in type(document).__struct_fields__
+        if (value := getattr(document, name)) is not msgspec.UNSET
+    }
     return (
         msgspec.json.encode({"format": values["format"], "version": values["version"], **values})
         + b"\n"
@@ -245,13 +254,13 @@ def encode_document(document: Index | Programs | EntryDocument) -> bytes:
 
 
 def with_digest(index: Index) -> Index:
-    """Return a copy of the index with its digest in `sha256`."""
+    """Return a copy of the index with its own digest in `sha256`."""
     blank = msgspec.structs.replace(index, sha256="")
     return msgspec.structs.replace(index, sha256=sha256_digest(encode_document(blank)))
 
 
 def read_index(folder: Path) -> Index:
-    """Read a table's index. Raises TableError if unreadable or of another digest."""
+    """Read a table's index. Raises TableError if it is unreadable or its digest does not match."""
     path = folder / INDEX
     data = INDEX_KIND.read_bytes(path)
     index = INDEX_KIND.decode(data, str(path))
@@ -263,10 +272,10 @@ def read_index(folder: Path) -> Index:
 
 
 def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) -> bytes:
-    """Return the bytes of a table's file of at most `limit` bytes.
+    """Return the bytes of a table's file, at most `limit`.
 
-    Raises TableError if it cannot be read, or if its digest is not `sha256`; always if `sha256` is
-    None.
+    Raises TableError if the file cannot be read or is larger, or if its digest is not `sha256`. If
+    that is None, no digest is right.
     """
     data = read_at_most(path, limit, TableError)
     if sha256_digest(data) != sha256:
@@ -275,8 +284,12 @@ def read_verified(path: Path, sha256: str | None, limit: int = MAX_INDEX_BYTES) 
 
 
 def decompress(data: bytes, source: str) -> bytes:
-    """Decompress gzip to `MAX_PROGRAMS_BYTES`. Raises TableError, which names `source`."""
+    """Decompress gzip data. Raises TableError, whose message names `source`.
+
+    The result may have at most `MAX_PROGRAMS_BYTES`.
+    """
     try:
+        # At most one byte over the limit, however far the data would unpack.
         inflate = zlib.decompressobj(wbits=31)
         text = inflate.decompress(data, MAX_PROGRAMS_BYTES + 1)
     except zlib.error as error:
@@ -289,7 +302,7 @@ def decompress(data: bytes, source: str) -> bytes:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress data as gzip. Equal data gives equal bytes."""
+    """Compress data as gzip; equal data gives equal bytes."""
     deflate = zlib.compressobj(9, wbits=31)
     return deflate.compress(data) + deflate.flush()
 
@@ -300,16 +313,17 @@ def compress(data: bytes) -> bytes:
 def encode_entry(
     key: str, schedule: Schedule, basis: Basis, numbers: dict[bytes, int]
 ) -> TableEntry:
-    """Encode a schedule as the table entry with this key.
+    """Return a schedule as the table entry with this key.
 
-    `basis` has the values that all entries share. The mapping `numbers` gives the number in the
-    table of each known program, by the program's JSON text; new ones are added. Raises TableError
-    if the schedule is too large to be read again.
+    `basis` has what all entries share. `numbers` has the number in the table of each program, by
+    its JSON text; new programs are added. Raises TableError if the schedule is too large to be read
+    again.
     """
     try:
         require_op_limit(schedule)
     except ValueError as error:
         raise TableError(f"entry {key}: too large for a table: {error}") from None
+    # Programs that differ only in the pipelines that they help are stored once.
     texts = [_stored_text(program) for program in schedule.programs]
     seats = []
     for seat in schedule.seats:
@@ -318,6 +332,7 @@ def encode_entry(
     holds = tuple(seat.holds for seat in schedule.seats)
     moved = any(ranges is not None for ranges in holds)
     roles = tuple(seat.role for seat in schedule.seats)
+    # Most entries have the costs of the basis, and do not repeat them.
     costs = EntryCosts(
         tick_seconds=schedule.tick_seconds,
         slices=schedule.slices,
@@ -340,7 +355,10 @@ def encode_entry(
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return a program's JSON text, and the other pipelines whose micro-batches it runs."""
+    """Return a program's JSON text, and the numbers of the other pipelines that it names.
+
+    The text names each by its index among these numbers.
+    """
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(
         with_pipeline_numbers(program, {pipeline: index for index, pipeline in enumerate(helped)})
@@ -352,8 +370,8 @@ def decode_entry(
 ) -> Schedule:
     """Decode the schedule of a table's entry.
 
-    `basis` has what all entries share, and `programs` are those of the table. Raises TableError if
-    it is malformed.
+    `basis` has what all entries share, and `programs` all programs of the table, by number. Raises
+    TableError if the entry is malformed.
     """
     try:
         schedule = _schedule_of(entry, basis, programs)
@@ -371,9 +389,14 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 def _schedule_of(
     entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
 ) -> Schedule:
-    """Build the schedule of a table's entry."""
+    """Build the schedule of a table's entry; it may be invalid.
+
+    `basis` has what all entries share, and `programs` all programs of the table, by number. Raises
+    ValueError if those of the entry have more than MAX_OPS ops.
+    """
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
+    # A schedule has its own programs, in the order in which its seats first use them.
     order: dict[tuple[int, ...], int] = {}
     holds = entry.holds or [None] * len(live)
     roles = live if entry.roles is msgspec.UNSET else entry.roles
@@ -381,6 +404,7 @@ def _schedule_of(
         Seat(worker, role, order.setdefault(stored, len(order)), ranges)
         for worker, role, stored, ranges in zip(live, roles, entry.seats, holds, strict=True)
     )
+    # A small file must not unpack to more ops than a schedule may have.
     decoded: dict[int, Program] = {}
     lengths = 0
     for number, *_ in order:

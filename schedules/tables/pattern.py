@@ -1,12 +1,10 @@
-"""Group failure sets into patterns that are equal up to symmetry.
-
-A pattern is named by its key.
+"""Group sets of failures into patterns, equal up to symmetry and named by a key.
 
 Pipelines are interchangeable if they read equally many micro-batches and their workers run at the
-same speeds with the same room. They then form a *class*. A pattern says how many pipelines of each
-class have lost which columns. Its key is text: `2+2,3` means that one pipeline has lost the worker
-of column 2, and another one those of columns 2 and 3. With several classes the class comes first:
-`1:2+0:2,3`.
+same speeds with the same memory. They then form a *class*. A *pattern* says how many pipelines of
+each class have lost which columns. Its key is text: `pattern-2+2,3` means that one pipeline has
+lost the worker of column 2, and another one those of columns 2 and 3. With several classes the
+class comes first: `pattern-0:2,3+1:2`.
 """
 
 from collections import Counter, defaultdict
@@ -20,27 +18,30 @@ Columns = tuple[int, ...]
 BrokenPipeline = tuple[int, Columns]
 """Pipeline with failures, as (class of interchangeable pipelines, columns that it has lost)."""
 Pattern = tuple[BrokenPipeline, ...]
-"""Failures of interchangeable pipelines, sorted: (class, lost columns) of each."""
+"""Sorted pairs (class, lost columns), one for each pipeline with failures."""
 
 
 def pipeline_classes(grid: Grid, times: Times, memory: Memory | None) -> tuple[int, ...]:
-    """Return a class number for each pipeline: pipelines of one class are interchangeable.
+    """Return the number of each pipeline's class; interchangeable pipelines have the same.
 
-    They have equal numbers of micro-batches, speeds and memory. Classes are numbered in the order
-    of their first pipelines.
+    Pipelines are interchangeable if they have as many micro-batches, and in each column the same
+    speed and memory. Classes are numbered from 0 in the order of their first pipelines.
     """
+    # Usual workers are all alike, so only unlike workers tell pipelines apart.
     deviations: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for worker, per_mille in times.per_mille_of.items():
         deviations[worker.pipeline].append(("slow", worker.column, per_mille))
     for limit in (memory.capacity_of if memory else None) or ():
         deviations[limit.worker.pipeline].append(("room", limit.worker.column, limit.capacity))
     numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault((count, tuple(sorted(deviations[pipeline]))), len(numbers))
-                 for pipeline, count in enumerate(grid.microbatches))
+    return tuple(
+        numbers.setdefault((count, tuple(sorted(deviations[pipeline]))), len(numbers))
+        for pipeline, count in enumerate(grid.microbatches)
+    )
 
 
 def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
-    """Return the failed columns, ascending, of each pipeline with failures."""
+    """Return the columns of failed workers, ascending, for each pipeline that has any."""
     lost: dict[int, list[int]] = defaultdict(list)
     for pipeline, column in sorted(failed):
         lost[pipeline].append(column)
@@ -48,11 +49,7 @@ def columns_by_pipeline(failed: Iterable[Worker]) -> Mapping[int, Columns]:
 
 
 def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
-    """Return the pattern of these failures.
-
-    It is sorted pairs (class, failed columns), one for each pipeline with failures. Interchangeable
-    pipelines, of equal numbers in `classes` (`pipeline_classes`), are not told apart.
-    """
+    """Return the pattern of these failures; `classes` are the `pipeline_classes`."""
     return tuple(
         sorted(
             (classes[pipeline], columns)
@@ -64,8 +61,8 @@ def pattern_of(failed: Iterable[Worker], classes: Sequence[int]) -> Pattern:
 def count_key(failures: int, slow: Worker | None = None) -> str:
     """Return the key of the table entry for a number of failures.
 
-    In this entry the planner chose which roles nobody plays. With `slow`, it is the entry for the
-    case that this slow worker is among the failed ones: no role is planned at its speed.
+    In this entry the planner chose the vacant roles. If `slow` is given, this slow worker is one of
+    the failed ones, so that no role is planned at its speed.
     """
     return f"count-{failures}" + ("" if slow is None else f"-with-{slow}")
 
@@ -73,8 +70,8 @@ def count_key(failures: int, slow: Worker | None = None) -> str:
 def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
     """Return the key of the table entry for a pattern of failures.
 
-    It names the failed columns of each pipeline, after its class number if `classes` has several
-    (`pipeline_classes`).
+    The key has the lost columns of each pipeline with failures, after the number of its class if
+    there are several classes, as in `pattern-0:2,3+1:2`. `classes` are the `pipeline_classes`.
     """
     several = any(classes)
     texts = []
@@ -84,20 +81,20 @@ def pattern_key(pattern: Pattern, classes: Sequence[int]) -> str:
 
 
 def settled_key(key: str) -> str:
-    """Return the key of the rebalanced entry for the same failures as this key."""
+    """Return the key of the rebalanced entry for the same failures as `key`."""
     return f"settled-{key}"
 
 
 def roles_key(key: str) -> str:
-    """Return the key of the entry with moved roles for the same failures."""
+    """Return the key of the entry with moved roles for the same failures as `key`."""
     return f"roles-{key}"
 
 
 def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[Worker, ...]:
     """Return failed workers, sorted, that form this pattern.
 
-    In each class, its first pipelines have the failures, in the order of the pattern; `classes` has
-    the class number of each pipeline.
+    `classes` are the `pipeline_classes`. The first pipelines of each class get the failures, in the
+    order of the pattern.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for index, kind in enumerate(classes):
@@ -110,12 +107,12 @@ def representative_failures(pattern: Pattern, classes: Sequence[int]) -> tuple[W
 
 
 def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Iterator[Pattern]:
-    """Iterate over all patterns of exactly `failures` failures in this many columns, each once.
+    """Iterate over all patterns of `failures` failed workers, each once.
 
-    Patterns that differ only by an exchange of interchangeable pipelines count as one. Some leave a
-    column without live workers. `classes` has a number for each pipeline, equal for interchangeable
-    ones.
+    `classes` has the class of each pipeline (`pipeline_classes`). The patterns include those that
+    leave one of the `columns` (a number) without live workers.
     """
+    # What can happen to one pipeline: any of its columns may be lost.
     lost = [
         chosen
         for size in range(1, min(columns, failures) + 1)
@@ -128,10 +125,12 @@ def failure_patterns(failures: int, columns: int, classes: Sequence[int]) -> Ite
 def _patterns_of_kinds(
     failures: int, kinds: Sequence[BrokenPipeline], room: Counter[int]
 ) -> Iterator[Pattern]:
-    """Iterate over patterns of this number of failures whose pipelines are of `kinds`."""
+    """Iterate over patterns of these `kinds`, with at most `room[c]` pipelines of class c."""
     if failures == 0:
         yield ()
         return
+    # Kinds are taken in order, each again as often as pipelines of its class are left: no pattern
+    # repeats.
     for index, broken in enumerate(kinds):
         kind, lost = broken
         if len(lost) <= failures and room[kind]:
@@ -142,10 +141,10 @@ def _patterns_of_kinds(
 
 
 def dead_column(failed: Iterable[Worker], grid: Grid) -> int | None:
-    """Return the first column of which a layer is lost; None if there is none.
+    """Return the first column whose layers no live worker holds; None if there is none.
 
-    No single live worker holds all of its layers. With two directions, the workers of another
-    column may hold what a column without live workers held.
+    With two directions, live workers of another column may hold the layers of a column that has
+    none.
     """
     down = Counter(worker.column for worker in failed)
     empty = [column for column in range(grid.columns) if down[column] >= grid.pipelines]

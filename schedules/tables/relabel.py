@@ -1,4 +1,4 @@
-"""Fit a schedule that was planned for some failed workers to others.
+"""Fit a schedule that was planned for some failed workers to other failures.
 
 As few layers as possible are loaded. A role that no worker plays is *vacant*. The set of vacant
 roles can change in two ways that keep the period:
@@ -7,11 +7,10 @@ roles can change in two ways that keep the period:
 - a live worker takes over another role. In its own column it already holds the parameters; in
   another column it must load the layers that it lacks from a peer.
 
-The least number of layers to load depends only on the number of vacant roles and of failures in
-each column, and any renumbering of pipelines attains it. Pipelines are therefore renumbered first,
-such that the most vacant roles are those of failed workers, which leaves the fewest roles to be
-taken over. Then live workers whose own role is vacant take over the roles of the other failed
-workers.
+The least number of layers to load depends only on the numbers of vacant roles and of failures in
+each column, and any renumbering of pipelines attains it. So pipelines are renumbered first, such
+that as many vacant roles as possible are those of failed workers. Then live workers whose own role
+is vacant take over the roles of the other failed workers.
 """
 
 from collections import Counter, defaultdict
@@ -42,17 +41,20 @@ from slipstream.schedules.tables.pattern import (
 
 
 def count_layers_to_load(grid: Grid, worker: Worker, role: Worker) -> int:
-    """Return how many layers a worker loads before it can play a role.
+    """Return how many layers a worker must load before it can play a role.
 
-    It holds the layers of its own column. A stage counts as one layer if the job does not say how
-    many it has.
+    The worker has the layers of its own column already. A stage counts as one layer if the job does
+    not say how many it has.
     """
-    return 0 if worker.column == role.column \
+    return (
+        0
+        if worker.column == role.column
         else len(_layers_of_column(grid, role.column) - _layers_of_column(grid, worker.column))
+    )
 
 
 def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
-    """Return the layers of a seat in the schedule that its worker's column lacks."""
+    """Return the layers that a seat's worker holds and that its own column lacks."""
     if seat.holds is None and seat.worker.column == seat.role.column:
         return frozenset()
     return layers_in(schedule.held_layers_of_seat(seat)) - layers_in(
@@ -61,7 +63,6 @@ def missing_layers(schedule: Schedule, seat: Seat) -> frozenset[int]:
 
 
 def _layers_of_column(grid: Grid, column: int) -> set[int]:
-    """Return the layers of a column's stages."""
     return {
         layer for stage in grid.stages_of_column(column) for layer in range(*grid.layers_of(stage))
     }
@@ -77,16 +78,19 @@ Nodes = Sequence[Sequence[Worker]]
 def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -> list[Seat]:
     """Swap roles so that fewer holders of equal layers share a machine.
 
-    Returns the seats, sorted by worker; `nodes` has the workers of each machine. Each swap is the
-    one that most reduces the number of pairs of holders on one machine, until none reduces it. Two
-    seats can swap only if the role of one of them is of another column than its worker; if there is
-    no such seat, nothing changes.
+    The result is the seats, sorted by worker; `nodes` has the workers of each machine. Each swap is
+    the one that most reduces the number of pairs of holders on one machine, until none reduces it.
+    Two seats can swap if the role of one of them is in another column than its worker, the period
+    stays, and no more layers are loaded.
     """
     node = {worker: number for number, workers in enumerate(nodes) for worker in workers}
     places = _MachineSpread(schedule, list(seats), node)
     while node:
-        swaps = [(places.swap_gain(mover, other), mover, other) for mover in places.moved_seats()
-                 for other in range(len(seats))]
+        swaps = [
+            (places.swap_gain(mover, other), mover, other)
+            for mover in places.moved_seats()
+            for other in range(len(seats))
+        ]
         gain, mover, other = max(swaps, default=(0, 0, 0), key=lambda swap: swap[0])
         if gain <= 0:
             break
@@ -95,13 +99,14 @@ def spread_over_nodes(schedule: Schedule, seats: Sequence[Seat], nodes: Nodes) -
 
 
 class _MachineSpread:
-    """Assignment of seats to workers, with the holders of equal layers on each machine."""
+    """Seats, with each machine's number of holders of equal layers, to try swaps of roles."""
 
     def __init__(self, schedule: Schedule, seats: list[Seat], node: Mapping[Worker, int]) -> None:
         self._schedule, self.seats, self._node = schedule, seats, node
         self._speed = schedule.times.per_mille_of
         self._count: Counter[tuple[Hashable, Hashable]] = Counter(
-            (_held_layers_key(seat), self._machine_of(seat.worker)) for seat in seats)
+            (_held_layers_key(seat), self._machine_of(seat.worker)) for seat in seats
+        )
 
     def moved_seats(self) -> list[int]:
         """Return the indices of the seats whose role is in another column than their worker."""
@@ -110,12 +115,13 @@ class _MachineSpread:
         ]
 
     def swap_gain(self, first: int, second: int) -> int:
-        """Return how many fewer holders share a machine if two seats swap roles."""
+        """Return how many fewer pairs of holders share a machine if two seats swap roles."""
         a, b = self.seats[first], self.seats[second]
         here, there = self._machine_of(a.worker), self._machine_of(b.worker)
         mine, theirs = _held_layers_key(a), _held_layers_key(b)
         if here == there or mine == theirs or not self._can_swap(a, b):
             return 0
+        # A holder leaves a machine where it had company, and joins one where it may have some.
         count = self._count
         return (count[mine, here] - 1 - count[mine, there]) + (
             count[theirs, there] - 1 - count[theirs, here]
@@ -131,7 +137,8 @@ class _MachineSpread:
         self.seats[second] = Seat(a.worker, b.role, b.program, b.holds)
 
     def _can_swap(self, a: Seat, b: Seat) -> bool:
-        """Return whether the workers of two seats can swap roles."""
+        """Return whether swapping two seats' roles keeps the period and loads no more layers."""
+        # The period holds if both are equally fast and have no less room than before.
         speed = self._speed
         if speed.get(a.worker, 1000) != speed.get(b.worker, 1000):
             return False
@@ -145,6 +152,7 @@ class _MachineSpread:
             for new, old in zip(swapped, (a, b), strict=True)
         ):
             return False
+        # A swap must not cost time: no more layers are loaded than before.
         before = sum(len(missing_layers(self._schedule, seat)) for seat in (a, b))
         after = sum(len(missing_layers(self._schedule, seat)) for seat in swapped)
         return after <= before
@@ -155,7 +163,7 @@ class _MachineSpread:
 
 
 def _held_layers_key(seat: Seat) -> Hashable:
-    """Return a key that is equal for all seats that hold the same layers."""
+    """Return a key that is equal for all seats with the same held layers."""
     return seat.role.column if seat.holds is None else seat.holds
 
 
@@ -165,41 +173,42 @@ def _held_layers_key(seat: Seat) -> Hashable:
 A = TypeVar("A", bound=Hashable)
 B = TypeVar("B", bound=Hashable)
 IdleKind = tuple[int, int, Worker | None]
-"""Kind of worker whose own role is vacant.
+"""Kind of worker whose own role is vacant, so that it can take over another.
 
-(column, per mille of usual time, the worker if it has its own capacity)
+The fields are its column, its time in thousandths of usual, and the worker itself if it has its own
+capacity, else None.
 """
 WantedRole = tuple[int, int, tuple[LayerRange, ...] | None, int | None]
-"""Kind of role without a worker, as planned.
+"""Kind of role whose worker has failed.
 
-(column, per mille of the usual time, layers held if listed, memory for activations)
+The fields are its column, the planned time in thousandths of usual, the held layers if listed, and
+the planned memory for activations.
 """
 ANY_PIPELINE = -1
-"""Number of a pipeline in a worker's name if it may be any pipeline."""
+"""Pipeline number in a worker's name that stands for any pipeline."""
 
 
 def preload_solver() -> None:
-    """Import what `relabel_schedule` needs, a tenth of a second, before it is urgent."""
+    """Import what `relabel_schedule` needs, in a tenth of a second, before a call is urgent."""
     import networkx  # noqa: F401
 
 
-def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False,
-                     nodes: Nodes = ()) -> Schedule | None:
-    """Return a copy of this schedule for other failed workers; None if impossible.
+def relabel_schedule(
+    schedule: Schedule, failed: Iterable[Worker], *, held_elsewhere: bool = False, nodes: Nodes = ()
+) -> Schedule | None:
+    """Return a copy of a schedule for as many other failed workers; None if impossible.
 
-    There are as many as it was planned for.
+    Pipelines are renumbered, and live workers take over the roles of failed ones, whose layers they
+    then hold. This is impossible in two cases. First, if a column has no live worker left to load
+    its parameters from; `held_elsewhere` says that other workers, which changed roles before, or a
+    checkpoint have them. Second, if the role of a fast worker would go to a slower one, or to one
+    with less memory. A schedule in which workers have moved already can only get other pipeline
+    numbers.
 
-    Pipelines are renumbered, and live workers take over the roles of failed ones. It is impossible
-    in two cases: a column has no live worker left to load its parameters from, unless they are
-    `held_elsewhere`, by workers of other columns that changed roles before, or in a checkpoint; or
-    the role of a fast worker would go to a slower one, or to one with less memory. A schedule in
-    which workers have moved already can only get other pipeline numbers.
-
-    A worker that takes over a role holds its layers. Among workers that could take over, with no
-    more layers to load, those are chosen that leave the holders of a stage on different machines,
-    if `nodes` says which workers share a machine. The result passes `schedules.check` if `schedule`
-    does, and has the same period. Raises ValueError if the number of failed workers differs, or if
-    workers have moved and the failures have another pattern.
+    If `nodes` has the workers of each machine, the holders of a stage are spread over machines as
+    far as no more layers are loaded. The result passes `schedules.check` if `schedule` does, and
+    has the same period. Raises ValueError if the number of failed workers differs, or if workers
+    have moved and the failures have another pattern.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
@@ -210,6 +219,7 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
     if not held_elsewhere and dead_column(down, schedule.grid) is not None:
         return None
     renumbered = renumber_pipelines(schedule, down)
+    # Workers that moved have loaded layers already: only the names of pipelines can change.
     if schedule.moves:
         if {
             Worker(renumbered[worker.pipeline], worker.column) for worker in schedule.failed
@@ -223,6 +233,7 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
     moves = _assign_roles(schedule, renumbered, vacant, set(down))
     if moves is None:
         return None
+    # All roles that are still filled as planned, and those that were taken over.
     players = {
         role: role for role in schedule.grid.workers() if role not in vacant and role not in moves
     } | moves
@@ -233,9 +244,10 @@ def relabel_schedule(schedule: Schedule, failed: Iterable[Worker], *, held_elsew
 
 
 def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int, int]:
-    """Return new pipeline numbers such that vacant roles become those of failed workers.
+    """Return new pipeline numbers, by old number, that put vacant roles on failed workers.
 
-    As many as possible do. The numbers are by old number; only interchangeable pipelines swap them.
+    As many vacant roles as possible become those of failed workers. Only interchangeable pipelines
+    swap their numbers.
     """
     vacant, lost = columns_by_pipeline(schedule.failed), columns_by_pipeline(failed)
     members: dict[int, list[int]] = defaultdict(list)
@@ -252,24 +264,36 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 def _match_pipelines(
     pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
 ) -> dict[int, int]:
-    """Return new numbers for these interchangeable pipelines, by old number."""
+    """Return new numbers, by old number, that match `vacant` with `lost` columns of pipelines.
+
+    A pipeline whose columns are equal keeps its number. The others get numbers of pipelines that
+    have lost the same columns; for the rest, as many columns as possible coincide.
+    """
+    # The pipelines by the columns of their vacant roles, and by those of their failed workers.
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
     for pipeline in pipelines:
+        # A pipeline that fits keeps its number, so that its workers change nothing.
         if vacant.get(pipeline) == lost.get(pipeline):
             numbers[pipeline] = pipeline
         else:
             sources[vacant.get(pipeline, ())].append(pipeline)
             targets[lost.get(pipeline, ())].append(pipeline)
-    pairs = [(columns, columns, min(len(sources[columns]), len(targets[columns])))
-             for columns in sorted(set(sources) & set(targets))]
+    # Equal columns are matched first; for the rest, as many columns as possible should coincide.
+    pairs = [
+        (columns, columns, min(len(sources[columns]), len(targets[columns])))
+        for columns in sorted(set(sources) & set(targets))
+    ]
     supply = Counter({columns: len(rest) for columns, rest in sources.items()})
     demand = Counter({columns: len(rest) for columns, rest in targets.items()})
     for columns, _, count in pairs:
         supply[columns] -= count
         demand[columns] -= count
-    rest = solve_transport(supply, demand, lambda vacant_columns,
-                           lost_columns: -len(set(vacant_columns) & set(lost_columns)))
+    rest = solve_transport(
+        supply,
+        demand,
+        lambda vacant_columns, lost_columns: -len(set(vacant_columns) & set(lost_columns)),
+    )
     assert rest is not None
     for vacant_columns, lost_columns, count in [*pairs, *rest]:
         for _ in range(count):
@@ -283,13 +307,12 @@ def _match_pipelines(
 def _assign_roles(
     schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]
 ) -> dict[Worker, Worker] | None:
-    """Return a live worker for each failed worker's role; None if impossible.
+    """Return who takes over each failed worker's role, by role; None if impossible.
 
-    The fewest layers are loaded. Only workers are chosen whose own roles, `vacant`, nobody plays in
-    the schedule. They are at least as fast as the role was planned for, and have at least as much
-    memory. `numbers` has the new number of each pipeline, by its old one; roles are named by the
-    new numbers.
+    `numbers` has pipelines' new numbers, by the old ones, which `schedule` has. All other arguments
+    and the result have new ones. Nobody takes over a role in `vacant`.
     """
+    # Equal roles and equal workers are counted, not listed: the assignment stays small.
     speed, memory = schedule.times.per_mille_of, schedule.memory
     limits = (memory.capacity_of if memory else None) or ()
     own_room = {limit.worker for limit in limits}
@@ -309,6 +332,7 @@ def _assign_roles(
     def loading_cost(have: IdleKind, want: WantedRole) -> int | None:
         (column, pace, named), (wanted, needed, holds, least) = have, want
         seat = Seat(named or Worker(ANY_PIPELINE, column), Worker(ANY_PIPELINE, wanted), 0, holds)
+        # A slower worker, or one with less memory, would not keep the period.
         if pace > needed or (least is not None and (activation_room(schedule, seat) or 0) < least):
             return None
         return len(missing_layers(schedule, seat))
@@ -325,15 +349,15 @@ def _assign_roles(
     }
 
 
-def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
-                    cost: Callable[[A, B], int | None]) -> list[tuple[A, B, int]] | None:
+def solve_transport(
+    supply: Mapping[A, int], demand: Mapping[B, int], cost: Callable[[A, B], int | None]
+) -> list[tuple[A, B, int]] | None:
     """Assign every unit of supply to a unit of demand at the least total cost.
 
-    This is the transportation problem. The mappings have the number of equal units of each kind of
-    supply and of demand, with equal sums. The function `cost` has the cost of a pair of kinds, or
-    None if the pair is forbidden. Returns triples (from, to, count) in the order of the mappings,
-    or None if there is no solution. The problem is a min-cost flow between kinds of units, so its
-    size does not grow with their number.
+    `supply` and `demand` have the number of units of each kind; their sums must be equal. `cost`
+    returns the cost of a unit of one kind for a unit of the other, or None if the pair is
+    forbidden. The result is triples (kind of supply, kind of demand, number of units) in the order
+    of the mappings; None if there is no solution.
     """
     have = [(kind, count) for kind, count in supply.items() if count]
     want = [(kind, count) for kind, count in demand.items() if count]
@@ -341,6 +365,8 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
         return []
     import networkx as nx  # see `preload_solver`
 
+    # The transportation problem as a min-cost flow between kinds, so its size does not grow with
+    # units.
     graph: nx.DiGraph[tuple[str, int]] = nx.DiGraph()
     for left, (_, count) in enumerate(have):
         graph.add_node(("have", left), demand=-count)
@@ -354,8 +380,12 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
         flow = nx.min_cost_flow(graph)
     except nx.NetworkXUnfeasible:
         return None
-    return [(a, b, count) for left, (a, _) in enumerate(have) for right, (b, _) in enumerate(want)
-            if (count := flow[("have", left)].get(("want", right), 0))]
+    return [
+        (a, b, count)
+        for left, (a, _) in enumerate(have)
+        for right, (b, _) in enumerate(want)
+        if (count := flow[("have", left)].get(("want", right), 0))
+    ]
 
 
 # --- The schedule ---------------------------------------------------------------------------------
@@ -364,7 +394,10 @@ def solve_transport(supply: Mapping[A, int], demand: Mapping[B, int],
 def _with_numbers(
     schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy in which interchangeable pipelines have other numbers."""
+    """Return a copy with new pipeline numbers; `numbers` has these by old number.
+
+    The workers in `failed`, named by new numbers, are down in the copy.
+    """
     seats = sorted(
         (
             Seat(
@@ -383,7 +416,11 @@ def _with_numbers(
 def _with_ordered_programs(
     schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy with these seats, and programs numbered by first use."""
+    """Return a copy with these seats, and programs with new pipeline `numbers`.
+
+    The seats have the new numbers already. Programs are in the order in which seats first use them;
+    unused ones are left out.
+    """
     order: dict[int, int] = {}
     ordered = tuple(
         msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order)))
@@ -393,11 +430,23 @@ def _with_ordered_programs(
     return msgspec.structs.replace(schedule, seats=ordered, programs=programs)
 
 
-def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int],
-                  players: Mapping[Worker, Worker], nodes: Nodes) -> Schedule:
-    """Return a copy with new pipeline numbers, failed workers and players of roles."""
-    seats = spread_over_nodes(schedule, sorted(_reassigned_seats(schedule, numbers, players),
-                                               key=lambda seat: seat.worker), nodes)
+def _with_players(
+    schedule: Schedule,
+    failed: tuple[Worker, ...],
+    numbers: Mapping[int, int],
+    players: Mapping[Worker, Worker],
+    nodes: Nodes,
+) -> Schedule:
+    """Return a copy with new pipeline `numbers`, in which the workers in `failed` are down.
+
+    `numbers` is by old number. `players` has the worker that plays each role, both with new
+    numbers. Some of them then swap roles, so that the holders of a stage are spread over `nodes`.
+    """
+    seats = spread_over_nodes(
+        schedule,
+        sorted(_reassigned_seats(schedule, numbers, players), key=lambda seat: seat.worker),
+        nodes,
+    )
     players = {seat.role: seat.worker for seat in seats}
     relabelled = _with_ordered_programs(
         msgspec.structs.replace(schedule, failed=failed), seats, numbers
@@ -408,33 +457,31 @@ def _with_players(schedule: Schedule, failed: tuple[Worker, ...], numbers: Mappi
     return relabelled.with_bound(bound, schedule.scope)
 
 
-def _reassigned_seats(schedule: Schedule, numbers: Mapping[int, int],
-                      players: Mapping[Worker, Worker]) -> Iterable[Seat]:
-    """Iterate over the seats, with new pipeline numbers and the workers that play the roles."""
+def _reassigned_seats(
+    schedule: Schedule, numbers: Mapping[int, int], players: Mapping[Worker, Worker]
+) -> Iterable[Seat]:
+    """Iterate over the seats, with new pipeline numbers and new workers for the roles."""
     for seat in schedule.seats:
         role = Worker(numbers[seat.role.pipeline], seat.role.column)
         yield Seat(players[role], role, seat.program, seat.holds)
 
 
 def _has_more_room(schedule: Schedule, seat: Seat) -> bool:
-    """Return whether a worker has more memory for activations than its role's plan."""
+    """Return whether a seat's worker has more memory for activations than its role's own worker."""
     planned = Seat(seat.role, seat.role, seat.program, seat.holds)
     return (activation_room(schedule, seat) or 0) > (activation_room(schedule, planned) or 0)
 
 
 def _converted_bound(schedule: Schedule, players: Mapping[Worker, Worker]) -> int:
-    """Return the lower bound in ticks at the speeds of `players`, by role.
-
-    If some ops are faster on their players than planned, the bound is divided by the largest such
-    factor: a schedule of the faster job, with all times multiplied by that factor, is a schedule of
-    the planned job.
-    """
+    """Return the schedule's lower bound in ticks, lowered to hold at the players' speeds."""
     speed, stages = schedule.times.per_mille_of, len(schedule.grid.stages)
     pairs = {
         (role, player)
         for role, player in players.items()
         if speed.get(role, 1000) != speed.get(player, 1000)
     }
+    # With all times multiplied by the largest factor by which an op is now faster than planned, a
+    # schedule at the new speeds is one of the planned job, for which the bound holds.
     bound = schedule.lower_bound_ticks
     for role, player in pairs:
         for slice in (

@@ -1,4 +1,4 @@
-"""Load a table of schedules, and look up one for failed workers.
+"""Load a table of schedules, and look up the schedule for failed workers.
 
     table = Table.load(folder)
     table.verify()                  # optional: check every schedule now, not at its first use
@@ -54,7 +54,7 @@ from slipstream.schedules.tables.relabel import (
 )
 
 LIBRARY = Path(__file__).parents[1] / "library"
-"""Folder of the tables of schedules that come with Slipstream, one folder for each."""
+"""Folder of the tables that come with Slipstream, with a folder for each."""
 
 
 class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +65,18 @@ class LookupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moves(self) -> tuple[Seat, ...]:
-        """Seats in another role; for one of another column, the worker loads layers."""
+        """Seats of workers that play another role than their own.
+
+        If the role is in another column, the worker must load layers.
+        """
         return self.schedule.moves
 
     @property
     def layers_to_load(self) -> int:
-        """Number of layers, or stages if unknown, that workers must load in all."""
+        """Number of layers that workers must load, summed over all workers.
+
+        A stage counts as one layer if the job does not say how many it has.
+        """
         return sum(len(missing_layers(self.schedule, seat)) for seat in self.schedule.seats)
 
 
@@ -90,6 +96,7 @@ class Table:
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
         """Read a table's folder. Raises TableError if a file is missing, malformed or changed."""
+        # Now, because a lookup is urgent.
         preload_solver()
         folder = Path(folder)
         index = read_index(folder)
@@ -108,27 +115,33 @@ class Table:
         return self.index.basis
 
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows of the table's index, those for numbers of failures first."""
+        """Return the rows of the table's index; those for numbers of failures come first."""
         return self.index.entries
 
     def job_text(self) -> bytes:
-        """Return the job file that the table was made from. Raises TableError."""
+        """Return the job file that the table was made from.
+
+        Raises TableError if the file is missing or changed.
+        """
         return read_verified(self.folder / JOB, self.index.job_sha256)
 
     @property
     def program_texts(self) -> tuple[msgspec.Raw, ...]:
-        """Programs of all entries of the table, as JSON text, by number."""
+        """Programs of all entries, as JSON texts, by number."""
         return self._programs
 
     def stored_entry(self, key: str) -> TableEntry:
-        """Return an entry, such as count-2, undecoded. Raises KeyError without one or a plan."""
+        """Return the entry with a key such as `count-2`, in the form that is stored.
+
+        Raises KeyError if there is none, or if it has no plan.
+        """
         return self._entries[key]
 
     def checked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, after the checker passed it.
+        """Return the schedule with a key such as `count-2`, after the checker has passed it.
 
-        A key is such as count-2, for two failures. Raises TableError, or KeyError for an unknown
-        key.
+        Raises TableError if the schedule cannot be used, or KeyError if the key is unknown or has
+        no plan.
         """
         if key not in self._checked:
             self._checked[key] = self._decode_checked(key)
@@ -149,13 +162,11 @@ class Table:
         nodes: Nodes = (),
         checked: bool = True,
     ) -> LookupResult | None:
-        """Return the schedule with the shortest period for exactly these failed workers.
+        """Return the shortest schedule for these failed workers; None if there is none.
 
-        None if the table has none. By default, only schedules in which no worker loads a layer are
-        considered. If the entry for the exact failure pattern and the one for the number of
-        failures have equal periods, the former is used, because it moves no worker. If several slow
-        workers are down, the best of the entries for each of them is used. The result is valid
-        because the stored schedule is checked at first use and `relabel_schedule` keeps every rule.
+        By default, only schedules in which no worker loads a layer are considered. The result is
+        valid: the stored schedule is checked at its first use, and `relabel_schedule` keeps every
+        rule.
 
         Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
         used.
@@ -169,10 +180,10 @@ class Table:
         roles_move
             Let live workers take over roles of other stages, whose layers they load first.
         held_elsewhere
-            As `roles_move`, even if a column has no live worker left: its layers come from
-            elsewhere.
+            As `roles_move`, even if a column has no live worker left: its layers are then loaded
+            from workers of other columns, or from a checkpoint.
         nodes
-            Workers of each machine. If roles move, the holders of a stage are spread over machines.
+            Workers of each machine; if roles move, holders of a stage are spread over machines.
         checked
             False skips the checker, for callers that check the result themselves.
         """
@@ -182,6 +193,8 @@ class Table:
                 f"the job has no worker {worker}; its grid is {self.basis.grid.pipelines} "
                 f"pipelines x {self.basis.grid.columns} stages"
             )
+        # Entries that may fit: for the pattern, for the number of failures with each slow worker
+        # that is down, for the number of failures with usual workers only.
         keys = [
             pattern_key(pattern_of(down, self._classes), self._classes),
             *(
@@ -193,6 +206,8 @@ class Table:
         keys.append(roles_key(keys[0]))
         if settled:
             keys += [settled_key(key) for key in keys]
+        # The sort is stable: of equal periods, the entry for the pattern is first, and moves no
+        # worker.
         stored_keys = sorted(
             (key for key in keys if key in self._entries), key=self._period_seconds
         )
@@ -202,25 +217,25 @@ class Table:
             if schedule is None:
                 continue
             result = LookupResult(key=key, schedule=schedule)
+            # A schedule that needs layers loaded is allowed only where the caller says so.
             if settled or roles_move or held_elsewhere or not result.layers_to_load:
                 return result
         return None
 
     def _period_seconds(self, key: str) -> float:
-        """Return the period of the entry with this key, in seconds."""
         entry = self._entries[key]
         return entry.period_ticks * entry.tick_seconds(self.basis)
 
     def unchecked_schedule(self, key: str) -> Schedule:
-        """Return the schedule that the table stores under this key, with its rules unchecked.
+        """Return the schedule with a key such as `count-2`, without checking its rules.
 
-        A key is such as count-2, for two failures. Raises TableError, or KeyError for an unknown
-        key.
+        Raises TableError if the entry is malformed, or KeyError if the key is unknown or has no
+        plan.
         """
         return decode_entry(self._entries[key], self.basis, self._programs)
 
     def _decode_checked(self, key: str) -> Schedule:
-        """Decode and check the schedule that the table stores under this key."""
+        """Decode the schedule under this key. Raises TableError if it is no valid schedule."""
         schedule = self.unchecked_schedule(key)
         violations = check(schedule)
         if violations:
@@ -231,7 +246,7 @@ class Table:
 
 
 def library_names() -> tuple[str, ...]:
-    """Return the names of the tables of schedules that come with Slipstream."""
+    """Return the names of the tables that come with Slipstream, sorted."""
     return tuple(sorted(path.parent.name for path in LIBRARY.glob(f"*/{INDEX}")))
 
 
@@ -242,6 +257,7 @@ def library(name: str) -> Path | None:
 
 def _validate_basis(basis: Basis, path: Path) -> None:
     """Raise TableError unless the values that all entries share are valid."""
+    # A schedule without seats is valid if what it shares with all entries is.
     empty = Schedule(
         job=basis.job,
         tick_seconds=basis.tick_seconds,
@@ -265,8 +281,9 @@ def _validate_basis(basis: Basis, path: Path) -> None:
 
 
 def _read_entry(folder: Path, row: Row) -> EntryDocument:
-    """Read the file of the entry that this row of a table's index describes. Raises TableError."""
+    """Read the entry of this row of a table's index. Raises TableError."""
     path = folder / entry_file(row.key)
+    # A key from the file could lead out of the folder.
     if path.parent != folder / ENTRIES:
         raise TableError(f"{folder / INDEX}: {row.key[:80]!r} is not the key of an entry")
     entry = ENTRY_KIND.decode(read_verified(path, row.sha256), str(path))

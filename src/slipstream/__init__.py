@@ -5,9 +5,10 @@
     slipstream.check(plan.schedule)                     # violated rules: none
     slipstream.train(job, out="runs/job", schedule=plan.schedule)
 
-The names in `__all__` are public: they change only with a line in CHANGELOG.md. All other names are internal, except
-those that `slipstream.runtime.api` offers to programs with their own model, data or optimizer. A name is imported when
-it is first used: planning does not import torch, and training does not wait for the solver.
+The names in `__all__` are public: they change only with a line in CHANGELOG.md. All other names are
+internal, except those that `slipstream.runtime.api` offers to programs with their own model, data
+or optimizer. A name is imported when it is first used: planning does not import torch, and training
+does not wait for the solver.
 """
 
 import importlib
@@ -35,22 +36,51 @@ if TYPE_CHECKING:
     from slipstream.schedules.tables.table import Table as Table
 
 __all__ = [
-    "FailurePlanner", "Job", "JobError", "NoPlanError", "Plan", "PlanOptions", "Resilience", "RunOptions", "RunResult", "Schedule",
-    "ScheduleError", "Table", "Worker", "check", "load", "plan", "read", "replay", "simulate", "train", "write",
+    "FailurePlanner",
+    "Job",
+    "JobError",
+    "NoPlanError",
+    "Plan",
+    "PlanOptions",
+    "Resilience",
+    "RunOptions",
+    "RunResult",
+    "Schedule",
+    "ScheduleError",
+    "Table",
+    "Worker",
+    "check",
+    "load",
+    "plan",
+    "read",
+    "replay",
+    "simulate",
+    "train",
+    "write",
 ]
 
 _HOMES = {
-    "FailurePlanner": "planner.failures", "Job": "planner.job.file", "JobError": "planner.job.file", "NoPlanError": "planner.model.problem",
-    "Plan": "planner.plan", "PlanOptions": "planner.options", "Resilience": "runtime.coordinator.run_options",
-    "RunOptions": "runtime.coordinator.run_options", "RunResult": "runtime.coordinator.run_result", "Schedule": "schedules.schedule",
-    "ScheduleError": "schedules.codec", "Table": "schedules.tables.table", "Worker": "schedules.schedule", "check": "schedules.check",
+    "FailurePlanner": "planner.failures",
+    "Job": "planner.job.file",
+    "JobError": "planner.job.file",
+    "NoPlanError": "planner.model.problem",
+    "Plan": "planner.plan",
+    "PlanOptions": "planner.options",
+    "Resilience": "runtime.coordinator.run_options",
+    "RunOptions": "runtime.coordinator.run_options",
+    "RunResult": "runtime.coordinator.run_result",
+    "Schedule": "schedules.schedule",
+    "ScheduleError": "schedules.codec",
+    "Table": "schedules.tables.table",
+    "Worker": "schedules.schedule",
+    "check": "schedules.check",
     "replay": "runtime.own_loop",
 }
 """Public names that are defined elsewhere, and the module of each."""
 _DISTRIBUTION = "slipstream-train"
 
 Workers: TypeAlias = "str | Worker | Iterable[str | Worker | tuple[int, int]]"
-"""One worker or several, each as "PIPELINE.STAGE", both counted from 0, as a `Worker`, or as a pair of numbers."""
+"""A worker or several: "PIPELINE.STAGE", counted from 0, `Worker`, or a pair of numbers."""
 
 
 def load(path: str | PathLike[str]) -> "Job":
@@ -60,18 +90,22 @@ def load(path: str | PathLike[str]) -> "Job":
     return read_job(Path(path))
 
 
-def plan(job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanOptions | None" = None) -> "Plan":
-    """Plan one iteration of a job, or of a job file, for a set of failed workers. The runtime replays `Plan.schedule`.
+def plan(
+    job: "Job | str | PathLike[str]", failed: Workers = (), options: "PlanOptions | None" = None
+) -> "Plan":
+    """Plan one iteration of a job or job file for a set of failed workers.
 
-    Default `options`: split backward, staggered optimizer, layers in place, 10 s of search. Raises JobError for a
-    worker that the job does not have, ValueError for a text that is not a worker, and NoPlanError if no schedule can
-    exist.
+    The runtime replays `Plan.schedule`. Default `options`: split backward, staggered optimizer,
+    layers in place, 10 s of search. Raises JobError for a worker that the job does not have,
+    ValueError for a text that is not a worker, and NoPlanError if no schedule can exist.
     """
     from slipstream.notebook import NotebookPlan
     from slipstream.planner.options import PlanOptions
     from slipstream.planner.plan import plan_with
 
-    return NotebookPlan.of_plan(plan_with(options or PlanOptions(), _load_job(job), _parse_workers(failed)))
+    return NotebookPlan.of_plan(
+        plan_with(options or PlanOptions(), _load_job(job), _parse_workers(failed))
+    )
 
 
 def read(path: str | PathLike[str]) -> "Schedule":
@@ -91,26 +125,39 @@ def write(schedule: "Schedule", path: str | PathLike[str]) -> None:
     write_schedule(schedule, Path(path))
 
 
-def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedule: "Schedule | None" = None, table: "Table | None" = None,
-          iterations: int | None = None, resilience: "Resilience | None" = None,
-          options: "RunOptions | None" = None) -> "RunResult":
-    """Train the `[model]` of a job or job file on this machine, and continue when workers die.
+def train(
+    job: "Job | str | PathLike[str]",
+    *,
+    out: str | PathLike[str],
+    schedule: "Schedule | None" = None,
+    table: "Table | None" = None,
+    iterations: int | None = None,
+    resilience: "Resilience | None" = None,
+    options: "RunOptions | None" = None,
+) -> "RunResult":
+    """Train the `[model]` of a job on this machine, and continue when workers die.
 
-    Each worker is a process.
+    Each worker is a process. A program that calls this must be started under
+    `if __name__ == "__main__":`, because the worker processes import it. Raises the errors of
+    `slipstream.runtime.launch.run`; KeyboardInterrupt ends the run with a checkpoint.
 
-    Args:
-        job: The job, or the path of its file.
-        out: Folder of the run.
-        schedule: First schedule; None: it is planned with all workers alive.
-        table: Schedules for failures. Schedules that are not in the table are planned when they are needed.
-        iterations: Number of iterations, instead of the job's.
-        resilience: How the run deals with failures; if given, none of its fields is filled in.
-        options: Further options of the run.
-
-    A program that calls this must be started under `if __name__ == "__main__":`, because the worker processes import
-    it.
-
-    Raises the errors of `slipstream.runtime.launch.run`; KeyboardInterrupt ends the run with a checkpoint.
+    Parameters
+    ----------
+    job
+        The job, or the path of its file.
+    out
+        Folder of the run.
+    schedule
+        First schedule; None: it is planned with all workers alive.
+    table
+        Schedules for failures; those that are not in the table are planned when needed.
+    iterations
+        Number of iterations, instead of the job's.
+    resilience
+        How the run deals with failures. None: by the table and the planner. If given, `table` is
+        not used.
+    options
+        Further options of the run.
     """
     from slipstream.planner.failures import FailurePlanner
     from slipstream.runtime.config import parse_run_config
@@ -122,24 +169,48 @@ def train(job: "Job | str | PathLike[str]", *, out: str | PathLike[str], schedul
     first = plan(job).schedule if schedule is None else schedule
     if resilience is None:
         planner = FailurePlanner(job, first, table)
-        resilience = Resilience(scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner)
-    return run(first, config, out=Path(out), iterations=iterations, resilience=resilience,
-               options=options or RunOptions(topology=job.nodes))
+        resilience = Resilience(
+            scheduler=planner.after, at_speeds=planner.at_speeds, rebalancer=planner
+        )
+    return run(
+        first,
+        config,
+        out=Path(out),
+        iterations=iterations,
+        resilience=resilience,
+        options=options or RunOptions(topology=job.nodes),
+    )
 
 
-def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | AvailabilityTrace", policies: Iterable[str] | None = None, *,
-             parameters: float = 6.7e9, samples_per_microbatch: float = 1.0, seed: int = 0) -> "Comparison":
-    """Compare policies on a trace of failures: samples per second, and lost seconds by cause.
+def simulate(
+    job: "Job | str | PathLike[str]",
+    trace: "str | PathLike[str] | AvailabilityTrace",
+    policies: Iterable[str] | None = None,
+    *,
+    parameters: float = 6.7e9,
+    samples_per_microbatch: float = 1.0,
+    seed: int = 0,
+) -> "Comparison":
+    """Compare policies on a trace of failures.
 
-    Args:
-        job: The job, or the path of its file.
-        trace: A file in one of the formats of docs/simulation.md, or a trace from `slipstream.planner.simulation.draw_trace`.
-        policies: Names of policies; None: all.
-        parameters: Number of parameters of the model, on which published costs of restarts depend.
-        samples_per_microbatch: Number of samples in a micro-batch.
-        seed: Seed that selects which machines of the trace are the job's.
+    The result has samples per second, and lost seconds by cause. Raises NoPlanError if no schedule
+    can run the job, KeyError for an unknown policy, and TraceFileError, in one line.
 
-    Raises NoPlanError if no schedule can run the job, KeyError for an unknown policy, and TraceFileError, in one line.
+    Parameters
+    ----------
+    job
+        The job, or the path of its file.
+    trace
+        A file in one of the formats of docs/simulation.md, or a trace from
+        `slipstream.planner.simulation.draw_trace`.
+    policies
+        Names of policies; None: all.
+    parameters
+        Number of parameters of the model, on which published costs of restarts depend.
+    samples_per_microbatch
+        Number of samples in a micro-batch.
+    seed
+        Seed that selects which machines of the trace are the job's.
     """
     from slipstream.planner.simulation import (
         POLICIES,
@@ -154,20 +225,34 @@ def simulate(job: "Job | str | PathLike[str]", trace: "str | PathLike[str] | Ava
 
     job = _load_job(job)
     kinds = [POLICIES[name] for name in policies or POLICIES]
-    read_trace = trace if isinstance(trace, AvailabilityTrace) else read_availability_trace(Path(trace), seed, job.ranks)
-    return compare_policies(kinds, Throughputs(job, samples_per_microbatch=samples_per_microbatch), costs_for(parameters, job.stages),
-                            fit_to_job(read_trace, job.pipelines * job.stages, seed, find_node_places(job)))
+    read_trace = (
+        trace
+        if isinstance(trace, AvailabilityTrace)
+        else read_availability_trace(Path(trace), seed, job.ranks)
+    )
+    return compare_policies(
+        kinds,
+        Throughputs(job, samples_per_microbatch=samples_per_microbatch),
+        costs_for(parameters, job.stages),
+        fit_to_job(read_trace, job.pipelines * job.stages, seed, find_node_places(job)),
+    )
 
 
 def _load_job(job: "Job | str | PathLike[str]") -> "Job":
-    """Return the job, read from its file if a path is given. Raises JobError, and TypeError for anything else."""
+    """Return the job, read from its file if a path is given.
+
+    Raises JobError, and TypeError for anything else.
+    """
     from slipstream.planner.job.file import Job
 
     if isinstance(job, Job):
         return job
     if isinstance(job, str | PathLike):
         return load(job)
-    raise TypeError(f"expected a job, as slipstream.load gives one, or the path of its file; got a {type(job).__name__}")
+    raise TypeError(
+        "expected a job, as slipstream.load gives one, or the path of its file; got a "
+        f"{type(job).__name__}"
+    )
 
 
 def _parse_workers(names: Workers) -> "tuple[Worker, ...]":
@@ -184,13 +269,19 @@ def _parse_worker(name: "str | Worker | tuple[int, int]") -> "Worker":
 
     if isinstance(name, str):
         return Worker.parse(name)
-    if isinstance(name, tuple) and len(name) == 2 and all(type(number) is int and number >= 0 for number in name):
+    if (
+        isinstance(name, tuple)
+        and len(name) == 2
+        and all(type(number) is int and number >= 0 for number in name)
+    ):
         return Worker(*name)
-    raise ValueError(f"{name!r} is not a worker: expected \"PIPELINE.STAGE\", such as \"1.2\", or (1, 2)")
+    raise ValueError(
+        f'{name!r} is not a worker: expected "PIPELINE.STAGE", such as "1.2", or (1, 2)'
+    )
 
 
 def _read_version() -> str:
-    """Return the installed version, or that of the source tree if Slipstream is used without being installed."""
+    """Return the installed version, or that of a source tree that is not installed."""
     import tomllib
     from importlib.metadata import PackageNotFoundError, distribution
 

@@ -7,7 +7,7 @@ from slipstream.planner.plan import Plan
 
 
 class NotebookPlan(Plan, frozen=True, kw_only=True):
-    """A plan that a notebook shows as a line of text and a picture of its schedule."""
+    """Plan that a notebook shows as a line of text and a picture."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "NotebookPlan":
@@ -15,7 +15,7 @@ class NotebookPlan(Plan, frozen=True, kw_only=True):
         return cls(**{name: getattr(plan, name) for name in plan.__struct_fields__})
 
     def _repr_html_(self) -> str:
-        """Return the line of text, and the picture if it is not too large to draw."""
+        """Return the line of text, and the picture if it is small enough to draw."""
         line = f"<p>{escape(repr(self))}</p>"
         try:
             return f"{line}{draw_schedule(self.schedule).decode()}"

@@ -24,16 +24,28 @@ def test_each_published_figure_is_a_point():
 
 
 def test_results_are_kept_and_a_plan_is_never_below_its_bound(tmp_path):
-    setting = Setting(workers=2, microbatches=4, forward=3, backward_input=4, backward_weight=2, transfer=1,
-                      activation=2, weight_stash=1, one_stage=(0.9,), v=(0.0,))
+    setting = Setting(
+        workers=2,
+        microbatches=4,
+        forward=3,
+        backward_input=4,
+        backward_weight=2,
+        transfer=1,
+        activation=2,
+        weight_stash=1,
+        one_stage=(0.9,),
+        v=(0.0,),
+    )
     results = {}
     for point in iterate_points(Settings(memory=(1.0, 2.0), settings=(setting,))):
         results[point.name] = measure(point, steps=5000)
         assert 0 <= results[point.name].bound <= results[point.name].bubble + 1e-12 < 1
     keep_results(tmp_path / "results.json", results)
     assert load_results(tmp_path / "results.json") == results
-    words = [describe(point, results[point.name])
-             for point in iterate_points(Settings(memory=(1.0,), settings=(setting,)))]
+    words = [
+        describe(point, results[point.name])
+        for point in iterate_points(Settings(memory=(1.0,), settings=(setting,)))
+    ]
     assert words[0] == "ahead" and words[1] == "behind"
 
 

@@ -9,12 +9,12 @@ from slipstream.runtime.events import (
     Failed,
     FetchBegun,
     FetchProgressed,
-    Finished,
     HandedOver,
     Iteration,
     Joined,
     OrderGiven,
     Resumed,
+    RunFinished,
     SettlingChosen,
     Started,
     encode,
@@ -45,31 +45,58 @@ class Writer:
     def start(self, workers=4):
         """A start, an hour after the last one ended."""
         self.begin, self.now = self.begin + self.now + 3600, 0.0
-        self.tell(Started(job="example <b>", workers=workers, iterations=1000, samples=SAMPLES, fault_free_period=1.0))
+        self.tell(
+            Started(
+                job="example <b>",
+                workers=workers,
+                iterations=1000,
+                samples=SAMPLES,
+                fault_free_period=1.0,
+            )
+        )
 
     def tell(self, event):
-        self.events.append(replace(event, time=round(self.begin + self.now, 3), seconds=round(self.now, 3),
-                                   iteration=self.iteration))
+        self.events.append(
+            replace(
+                event,
+                time=round(self.begin + self.now, 3),
+                seconds=round(self.now, 3),
+                iteration=self.iteration,
+            )
+        )
 
     def order(self, phase, live, period, schedule):
         self.orders += 1
-        self.tell(OrderGiven(order=self.orders, schedule=schedule, live=live, planned_period=period, phase=phase))
+        self.tell(
+            OrderGiven(
+                order=self.orders, schedule=schedule, live=live, planned_period=period, phase=phase
+            )
+        )
 
     def commit(self, *seconds, loss=2.0):
         for second in seconds:
             self.now += second
-            self.losses.append(Iteration(iteration=self.iteration, loss=loss, period=0.9 * second,
-                                         time=round(self.begin + self.now, 3)))
+            self.losses.append(
+                Iteration(
+                    iteration=self.iteration,
+                    loss=loss,
+                    period=0.9 * second,
+                    time=round(self.begin + self.now, 3),
+                )
+            )
             self.iteration += 1
 
     def close(self):
-        for name, told in (("events.jsonl", self.events), ("losses.jsonl", self.losses)):
-            (self.folder / name).write_bytes(b"".join(encode(one) + b"\n" for one in told))
+        for name, lines in (("events.jsonl", self.events), ("losses.jsonl", self.losses)):
+            (self.folder / name).write_bytes(b"".join(encode(line) + b"\n" for line in lines))
         return self.folder
 
 
 def settled_run(folder):
-    """A worker dies, layers move, it comes back; then the run is started again, and is killed."""
+    """A run that settles after a death, and is then killed.
+
+    A worker dies, layers move, it comes back; then the run is started again, and is killed.
+    """
     run = Writer(folder)
     run.start()
     run.now = 5.0
@@ -80,8 +107,17 @@ def settled_run(folder):
     run.now += 0.25
     run.tell(Resumed(pause=0.25, live=3))
     run.commit(*[4] * 4)
-    run.tell(SettlingChosen(settles=True, moves_bytes=10**8, move_seconds=8, present_period=2.0, settled_period=1.25,
-                            pays_after=9, time_to_failure=None))
+    run.tell(
+        SettlingChosen(
+            settles=True,
+            moves_bytes=10**8,
+            move_seconds=8,
+            present_period=2.0,
+            settled_period=1.25,
+            pays_after=9,
+            time_to_failure=None,
+        )
+    )
     run.tell(FetchBegun(fetch=1, purpose="settle", layers=3, workers=(Worker(0, 1), Worker(1, 0))))
     run.commit(4)
     run.tell(FetchProgressed(fetch=1, share=0.5))
@@ -90,7 +126,7 @@ def settled_run(folder):
     run.order("settled", 3, 1.25, run.broken)
     run.commit(*[2.5] * 8)
     run.tell(CheckpointWritten(checkpoint=run.iteration, took=1.0))
-    run.tell(Finished(error="node 0 was asked to end the run"))
+    run.tell(RunFinished(error="node 0 was asked to end the run"))
     run.start()
     run.now = 2.0
     run.order("whole", 4, 1.0, run.whole)

@@ -39,20 +39,36 @@ def test_an_unknown_command_exits_2():
     assert result.exit_code == 2 and "plann" in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["check", "--help"], ["show", "--help"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["plan", "--help"], ["check", "--help"], ["show", "--help"]]
+)
 def test_planning_does_not_wait_for_torch(command):
-    code = f"import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
-           f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+    code = (
+        f"import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; "
+        f"result = CliRunner().invoke(app, {command!r}); sys.exit(result.exit_code or 'torch' "
+        "in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+    )
 
 
 def test_a_plan_imports_neither_simulation_nor_published_pipelines(tmp_path):
     (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=1))
-    code = "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
-           "result = CliRunner().invoke(app, ['plan', 'job.toml', '--method', 'greedy', '--json']); " \
-           "others = ('slipstream.planner.simulation', 'slipstream.planner.published', 'slipstream.cli.figures'); " \
-           "assert result.exit_code == 0 and 'slipstream.planner.plan' in sys.modules, result.output; " \
-           "print([name for name in sys.modules if name.startswith(others)])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
-                          check=True)
+    code = (
+        "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; "
+        "result = CliRunner().invoke(app, ['plan', 'job.toml', '--method', 'greedy', '--json']); "
+        "others = ('slipstream.planner.simulation', 'slipstream.planner.published', "
+        "'slipstream.cli.figures'); "
+        "assert result.exit_code == 0 and 'slipstream.planner.plan' in sys.modules, result.output; "
+        "print([name for name in sys.modules if name.startswith(others)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
     assert done.stdout == "[]\n"

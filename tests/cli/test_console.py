@@ -22,8 +22,14 @@ print("ends")
 
 def test_work_goes_on_where_nobody_reads_stderr_any_more():
     """As that of a run whose mpirun has been killed."""
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env=command_environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=command_environment(),
+    )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "starts\n"
     process.stderr.close()
@@ -44,8 +50,14 @@ out.print("a sentence of many words " * 10)
 def printed(**environment: str) -> list[str]:
     """Lines that come through a pipe."""
     usual = {name: value for name, value in command_environment().items() if name != "COLUMNS"}
-    return subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, timeout=SECONDS, check=True,
-                          env={**usual, **environment}).stdout.splitlines()
+    return subprocess.run(
+        [sys.executable, "-c", WIDE],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+        env={**usual, **environment},
+    ).stdout.splitlines()
 
 
 def test_in_a_pipe_nothing_is_folded_or_cut():
@@ -61,10 +73,14 @@ def test_columns_says_how_wide_a_pipe_is():
 @pytest.mark.parametrize("kind", [console._StdoutConsole, console._StderrConsole])
 def test_in_a_terminal_lines_end_between_words_and_paths_stay_whole(kind):
     written = io.StringIO()
-    made = kind(file=written, force_terminal=True, width=40, markup=False, highlight=False)
-    made.print("a line of many words that are longer than a terminal has room for", soft_wrap=True)
+    terminal = kind(file=written, force_terminal=True, width=40, markup=False, highlight=False)
+    terminal.print(
+        "a line of many words that are longer than a terminal has room for", soft_wrap=True
+    )
     assert [line.rstrip() for line in written.getvalue().splitlines()] == [
-        "a line of many words that are longer", "than a terminal has room for"]
+        "a line of many words that are longer",
+        "than a terminal has room for",
+    ]
     written.truncate(0)
-    made.print(f"written to {'x' * 50}", soft_wrap=True)
+    terminal.print(f"written to {'x' * 50}", soft_wrap=True)
     assert f"written to {'x' * 50}\n" in written.getvalue()

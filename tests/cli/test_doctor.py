@@ -30,8 +30,14 @@ def test_all_is_well_here(monkeypatch):
     assert result.exit_code == 0, result.stdout
     assert json.loads(result.stdout)["ok"]
     found = findings(result)
-    assert {found[name]["status"] for name in ("torch", "ortools", "gloo", "plan and check", "two processes")} == {"ok"}
-    assert "period 30 s" in found["plan and check"]["detail"] and "1 MiB over gloo" in found["two processes"]["detail"]
+    assert {
+        found[name]["status"]
+        for name in ("torch", "ortools", "gloo", "plan and check", "two processes")
+    } == {"ok"}
+    assert (
+        "period 30 s" in found["plan and check"]["detail"]
+        and "1 MiB over gloo" in found["two processes"]["detail"]
+    )
 
 
 def test_report_for_a_reader():
@@ -43,7 +49,11 @@ def test_report_for_a_reader():
 def test_a_missing_package(monkeypatch):
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
     result = run("--quick")
-    assert result.exit_code == 1 and "✗ no-such-package" in result.stdout and "pip install" in result.stdout
+    assert (
+        result.exit_code == 1
+        and "✗ no-such-package" in result.stdout
+        and "pip install" in result.stdout
+    )
 
 
 def test_a_broken_planner_is_told(monkeypatch):
@@ -70,6 +80,11 @@ def test_a_process_that_dies_is_named():
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; " \
-           "done = CliRunner().invoke(app, ['doctor', '--help']); sys.exit(done.exit_code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+    code = (
+        "import sys; from typer.testing import CliRunner; from slipstream.cli.app import app; "
+        "done = CliRunner().invoke(app, ['doctor', '--help']); sys.exit(done.exit_code or "
+        "'torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=SECONDS, check=False).returncode == 0
+    )

@@ -1,5 +1,7 @@
-"""`slipstream export --to megatron`: the stages of a plan, or of a job's placement, as
-Megatron-LM's flags."""
+"""`slipstream export --to megatron` writes stages as Megatron-LM's flags.
+
+The stages are those of a plan, or of a job's placement.
+"""
 
 import json
 import shlex
@@ -35,6 +37,7 @@ def job_text(stages: int, layout: str, microbatches: int = 8) -> str:
 @pytest.fixture
 def job_file(tmp_path):
     """A function that writes a job file with this layout."""
+
     def write(stages: int, layout: str, microbatches: int = 8):
         path = tmp_path / "job.toml"
         path.write_text(job_text(stages, layout, microbatches))
@@ -48,18 +51,20 @@ def job_file(tmp_path):
 @example(read_layout("layers", RECIPES[1]), 8)
 @example(read_layout("layers", RECIPES[2]), 16)
 def test_what_a_job_reads_is_written_again(stages, ranks):
-    """All layouts: the job that reads one has the placement that is written as this layout, or is
-    refused."""
+    """The job that reads a layout has the placement that is written as it.
+
+    Or the layout is refused.
+    """
     assume(len(stages) % ranks == 0 and "t" in "".join(stages))
     letters, chunks = "".join(stages), len(stages) // ranks
-    made = build_grid(parse_job(job_text(ranks, write_layout(stages), 4 * ranks)))
+    placement = build_grid(parse_job(job_text(ranks, write_layout(stages), 4 * ranks)))
     predicting = [index for index, text in enumerate(stages) if "m" in text]
     if (ranks == 1 and chunks > 1) or any(index < len(stages) - ranks for index in predicting):
         reason = r"Megatron-LM (interleaves stages of 2|takes them in one stage)"
         with pytest.raises(ExportError, match=reason):
-            build_settings(made, letters.count("t"))
+            build_settings(placement, letters.count("t"))
         return
-    settings = build_settings(made, letters.count("t"))
+    settings = build_settings(placement, letters.count("t"))
     assert read_layout("", settings.pipeline_model_parallel_layout) == tuple(stages)
     assert settings.pipeline_model_parallel_size == ranks
     assert settings.virtual_pipeline_model_parallel_size == chunks
@@ -74,7 +79,11 @@ def test_a_job_and_its_plan_are_written_alike(job_file, tmp_path):
     of_job, of_plan = export(path, *decoders), export(tmp_path / "plan.json", *decoders)
     assert of_job.exit_code == 0 and of_job.stdout == of_plan.stdout
     assert shlex.split(of_job.stdout) == [
-        "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et*3|(tt|)*6tL"]
+        "--pipeline-model-parallel-size",
+        "4",
+        "--pipeline-model-parallel-layout",
+        "Et*3|(tt|)*6tL",
+    ]
     assert "for --num-layers 16; Megatron-LM runs its own order" in of_job.stderr
     answer = json.loads(export(path, "--json", *decoders).stdout)
     assert answer["num_layers"] == 16 and answer["virtual_pipeline_model_parallel_size"] == 2
@@ -111,43 +120,71 @@ def test_interleaved_stages_have_groups_of_microbatches_that_megatron_takes(micr
 IN_TURN = "Megatron-LM puts them on ranks in turn: plan with [placement] order = 'interleaved'"
 
 
-def placed(stages: int, layers: list[int], *more: str, microbatches: object = 4,
-           pipelines: int = 1):
+def placed(
+    stages: int, layers: list[int], *more: str, microbatches: object = 4, pipelines: int = 1
+):
     """A job whose stages have these layers, with more lines in [placement]."""
     lines = ["[placement]", f"layers = {layers}", *more, ""]
     return grid(pipelines, stages, microbatches, more="\n".join(lines))
 
 
-@pytest.mark.parametrize(("made", "says"), [
-    (grid(1, 2, 4), "the stages have no layers: give the job [placement] layers"),
-    (placed(2, [2] * 4, "chunks = 2", "order = 'v'"), f"are on ranks [0, 1, 1, 0]; {IN_TURN}"),
-    (placed(2, [2] * 4, "chunks = 2"), f"stages are on ranks [0, 0, 1, 1]; {IN_TURN}"),
-    (placed(2, [2, 2], "order = 'bidirectional'"), "micro-batches pass in two directions; "
-     "Megatron-LM has one: plan with [placement] order = 'interleaved'"),
-    (placed(1, [2, 2], "chunks = 2"), "a rank has all 2 stages; Megatron-LM interleaves stages of 2"
-     " or more ranks: plan with [placement] chunks = 1"),
-    (placed(2, [2, 2], microbatches=[3, 4], pipelines=2), "pipelines have 3 to 4 micro-batches"),
-    (placed(4, [2] * 8, "chunks = 2", "order = 'interleaved'", microbatches=3), "3 micro-batches on"
-     " 4 ranks; Megatron-LM interleaves stages from 4 micro-batches on: plan with more, or with"),
-    (placed(2, [3, 0]), "gives the first or the last stage no layer"),
-])
-def test_placements_that_megatron_does_not_have_are_refused(made, says, tmp_path):
-    codec.write(planned(made), tmp_path / "plan.json")
-    decoders = sum(made.layers or (3,)) // made.chains - 2  # embedding and head are layers
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (grid(1, 2, 4), "the stages have no layers: give the job [placement] layers"),
+        (placed(2, [2] * 4, "chunks = 2", "order = 'v'"), f"are on ranks [0, 1, 1, 0]; {IN_TURN}"),
+        (placed(2, [2] * 4, "chunks = 2"), f"stages are on ranks [0, 0, 1, 1]; {IN_TURN}"),
+        (
+            placed(2, [2, 2], "order = 'bidirectional'"),
+            "micro-batches pass in two directions; "
+            "Megatron-LM has one: plan with [placement] order = 'interleaved'",
+        ),
+        (
+            placed(1, [2, 2], "chunks = 2"),
+            "a rank has all 2 stages; Megatron-LM interleaves stages of 2"
+            " or more ranks: plan with [placement] chunks = 1",
+        ),
+        (
+            placed(2, [2, 2], microbatches=[3, 4], pipelines=2),
+            "pipelines have 3 to 4 micro-batches",
+        ),
+        (
+            placed(4, [2] * 8, "chunks = 2", "order = 'interleaved'", microbatches=3),
+            "3 micro-batches on"
+            " 4 ranks; Megatron-LM interleaves stages from 4 micro-batches on: plan with more, "
+            "or with",
+        ),
+        (placed(2, [3, 0]), "gives the first or the last stage no layer"),
+    ],
+)
+def test_placements_that_megatron_does_not_have_are_refused(job, says, tmp_path):
+    codec.write(planned(job), tmp_path / "plan.json")
+    decoders = sum(job.layers or (3,)) // job.chains - 2  # embedding and head are layers
     done = export(tmp_path / "plan.json", "--decoder-layers", decoders)
     assert done.exit_code == 1 and done.stdout == ""
     assert says in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("schedule", "says"), [
-    (planned(placed(2, [2, 2], pipelines=2), [Worker(1, 0)]),
-     "worker 0.0 also runs micro-batch 1.0, of another pipeline; Megatron-LM knows one pipeline: "
-     "export a plan with all workers alive, each with its own layers and micro-batches"),
-    (by_hand(SHED), "is shed to worker 1.0, of another pipeline; Megatron-LM knows one pipeline: "
-     "plan with --method"),
-    (general.floating_layer(), "worker 0.0 holds layers of its own choice (0-2), not those of its "
-     "stage; Megatron-LM"),
-])
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (
+            planned(placed(2, [2, 2], pipelines=2), [Worker(1, 0)]),
+            "worker 0.0 also runs micro-batch 1.0, of another pipeline; Megatron-LM knows one "
+            "pipeline: "
+            "export a plan with all workers alive, each with its own layers and micro-batches",
+        ),
+        (
+            by_hand(SHED),
+            "is shed to worker 1.0, of another pipeline; Megatron-LM knows one pipeline: "
+            "plan with --method",
+        ),
+        (
+            general.floating_layer(),
+            "worker 0.0 holds layers of its own choice (0-2), not those of its stage; Megatron-LM",
+        ),
+    ],
+)
 def test_plans_that_are_more_than_stages_are_refused(schedule, says, tmp_path):
     codec.write(schedule, tmp_path / "plan.json")
     done = export(tmp_path / "plan.json")

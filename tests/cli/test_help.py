@@ -1,4 +1,7 @@
-"""The help of each command: options are never cut, and its examples are command lines that it takes."""
+"""The help of each command.
+
+Options are never cut, and its examples are command lines that it takes.
+"""
 
 import shlex
 
@@ -26,4 +29,6 @@ def test_examples_are_taken_and_end_the_help(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_is_cut_at_a_hyphen(name):
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
-    assert not [line for line in shown.split("\n") if line.endswith("-") and "--" in line.split()[-1]]
+    assert not [
+        line for line in shown.split("\n") if line.endswith("-") and "--" in line.split()[-1]
+    ]

@@ -22,13 +22,22 @@ def test_a_figure_as_table_json_and_picture(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(reproduce, "FIGURES", {"worked-example": worked_example.reproduce})
     result = slipstream("reproduce", "worked-example", "--out", tmp_path)
-    assert result.exit_code == 0 and "+ staggered optimizer" in result.stdout and "assumed:" in result.stdout
+    assert (
+        result.exit_code == 0
+        and "+ staggered optimizer" in result.stdout
+        and "assumed:" in result.stdout
+    )
     figure = json.loads((tmp_path / "worked-example.json").read_text())
     assert figure["series"][0]["published"] and figure["series"][0]["values"][0] == 30
     assert (tmp_path / "worked-example.png").read_bytes().startswith(b"\x89PNG")
     assert "| + split backward | 32 | 32 |" in (tmp_path / "worked-example.md").read_text()
-    plain = slipstream("reproduce", "worked-example", "--out", tmp_path / "plain", "--no-picture", "--json")
-    assert json.loads(plain.stdout)["name"] == "worked-example" and not (tmp_path / "plain/worked-example.png").exists()
+    plain = slipstream(
+        "reproduce", "worked-example", "--out", tmp_path / "plain", "--no-picture", "--json"
+    )
+    assert (
+        json.loads(plain.stdout)["name"] == "worked-example"
+        and not (tmp_path / "plain/worked-example.png").exists()
+    )
 
 
 def test_an_unknown_figure_exits_2():

@@ -7,7 +7,14 @@ from rich.console import Console
 
 from slipstream.cli.shared import run_process as run_progress
 from slipstream.cli.shared.run_process import RunProgress
-from slipstream.runtime.events import FetchAbandoned, FetchBegun, FetchProgressed, HandedOver, OrderGiven, Started
+from slipstream.runtime.events import (
+    FetchAbandoned,
+    FetchBegun,
+    FetchProgressed,
+    HandedOver,
+    OrderGiven,
+    Started,
+)
 
 
 @pytest.fixture
@@ -37,7 +44,10 @@ def test_throughput_is_of_the_last_iterations_of_the_present_order(progress):
     commit(progress, 1)
     assert str(progress) == "whole, 16 of 16 workers, planned 100 % of fault-free"
     commit(progress, 2, 2)
-    assert str(progress) == "whole, 16 of 16 workers, 32,000 tokens/s, 12.0 s left, planned 100 % of fault-free"
+    assert (
+        str(progress)
+        == "whole, 16 of 16 workers, 32,000 tokens/s, 12.0 s left, planned 100 % of fault-free"
+    )
     commit(progress, *[4] * run_progress.RECENT_ITERATIONS)
     assert progress.throughput == 16_000
     progress.observe(order("at once", 15, 1.25))
@@ -60,14 +70,20 @@ def test_a_narrow_terminal_shows_the_count_of_iterations(width, monkeypatch):
 
 def test_samples_that_are_no_tokens_are_counted_themselves():
     progress = RunProgress(tokens=None)
-    progress.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None))
+    progress.observe(
+        Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None)
+    )
     progress.observe(order("whole", 16, 1.0))
     progress._committed.extend((0.0, 2.0))
     assert str(progress) == "whole, 16 of 16 workers, 32 samples/s, 18.0 s left"
 
 
 def test_the_end_is_told_as_a_clock_would(progress):
-    progress.observe(Started(job="job", workers=16, iterations=1003, samples=1, fault_free_period=None, iteration=1))
+    progress.observe(
+        Started(
+            job="job", workers=16, iterations=1003, samples=1, fault_free_period=None, iteration=1
+        )
+    )
     progress.iteration = 1
     commit(progress, 1, 9.5)
     assert str(progress) == "whole, 16 of 16 workers, 105 tokens/s, 2:38:20 left"
@@ -97,5 +113,7 @@ def test_the_phase_while_layers_move(progress):
 
 
 def test_without_a_fault_free_plan_there_is_no_share(progress):
-    progress.observe(Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None))
+    progress.observe(
+        Started(job="job", workers=16, iterations=9, samples=64, fault_free_period=None)
+    )
     assert str(progress) == "whole, 16 of 16 workers"

@@ -41,7 +41,7 @@ def drawn(schedule, width=80, **console):
     return capture.get().splitlines()
 
 
-# --- The terminal -----------------------------------------------------------------------------------------------------
+# --- The terminal ---------------------------------------------------------------------------------
 
 
 def test_timeline_without_colour():
@@ -54,8 +54,10 @@ def test_timeline_without_colour():
         "1.0  F0   F1   ···············I0   W0   ··········I1   W1   A    O",
         "1.1  ╳ down ────────────────────────────────────────────────────────────────────",
     ]
-    assert lines[6:] == [" F  forward   I  backward (input)   W  backward (weights)   A  all-reduce",
-                         " O  optimizer  · idle  f1.3 re-routed: micro-batch 3 of pipeline 1"]
+    assert lines[6:] == [
+        " F  forward   I  backward (input)   W  backward (weights)   A  all-reduce",
+        " O  optimizer  · idle  f1.3 re-routed: micro-batch 3 of pipeline 1",
+    ]
 
 
 def test_timeline_in_colour():
@@ -71,8 +73,10 @@ def test_equal_pipelines_are_drawn_once():
     assert [line for line in lines if "pipelines" in line] == ["x 64: pipelines 0-63 alike"]
     assert len(lines) <= 9
     lines = drawn(planned(grid(12, 3, "[4, 4, 4, 2, 4, 4, 4, 4, 4, 4, 4, 4]")))
-    assert [line for line in lines if line.startswith(("x ", "pipeline"))] == \
-        ["x 11: pipelines 0-2, 4-11 alike", "pipeline 3"]
+    assert [line for line in lines if line.startswith(("x ", "pipeline"))] == [
+        "x 11: pipelines 0-2, 4-11 alike",
+        "pipeline 3",
+    ]
     lines = drawn(planned(grid(2, 2, 4)))
     assert [line for line in lines if "pipeline" in line] == ["x 2: pipelines 0-1 alike"]
 
@@ -97,8 +101,13 @@ def test_no_gap_is_shown_as_none():
 
 
 def test_reductions_beside_other_ops_are_not_in_the_legend_as_drawn():
-    job = grid(2, 2, 3, times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nall_reduce = 1\n",
-               more="[network]\noverlap = true\n")
+    job = grid(
+        2,
+        2,
+        3,
+        times="forward = 2\nbackward_input = 2\nbackward_weight = 2\nall_reduce = 1\n",
+        more="[network]\noverlap = true\n",
+    )
     text = "\n".join(drawn(plan_with(PlanOptions(steps=1000), job, ()).schedule, 80))
     assert "all-reduces run beside other ops, not drawn" in text and "A  all-reduce" not in text
 
@@ -108,15 +117,31 @@ def test_summary(tmp_path):
     write(by_hand(BROKEN, memory=memory), tmp_path / "plan.json")
     done = run(tmp_path / "plan.json", "--width", 100)
     assert done.exit_code == 0
-    assert done.stdout.splitlines()[0] == ("by hand: period 7 s · bound 500 ms, gap 1300.00% · bubbles 28.6% · 1 down, "
-                                           "2 re-routed · peak memory 2 to 3, in the job file's unit")
+    assert done.stdout.splitlines()[0] == (
+        "by hand: period 7 s · bound 500 ms, gap 1300.00% · bubbles 28.6% · 1 down, "
+        "2 re-routed · peak memory 2 to 3, in the job file's unit"
+    )
     answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
     assert answer.pop("bubble_share") == pytest.approx(12 / 42)
     assert answer == {
-        "job": "by hand", "period": 7.0, "lower_bound": 0.5, "gap": 13.0, "status": "feasible", "method": "hand",
-        "backward": "split", "optimizer": "staggered", "workers": 3, "failed": ["1.1"], "rerouted": 2, "shed": 0,
-        "holds": {}, "moves": [], "bound_scope": "whole stages",
-        "peak_memory": 3.0, "measured": []}
+        "job": "by hand",
+        "period": 7.0,
+        "lower_bound": 0.5,
+        "gap": 13.0,
+        "status": "feasible",
+        "method": "hand",
+        "backward": "split",
+        "optimizer": "staggered",
+        "workers": 3,
+        "failed": ["1.1"],
+        "rerouted": 2,
+        "shed": 0,
+        "holds": {},
+        "moves": [],
+        "bound_scope": "whole stages",
+        "peak_memory": 3.0,
+        "measured": [],
+    }
 
 
 def test_a_broken_rule_is_named(tmp_path):
@@ -130,17 +155,26 @@ def test_program_of_a_worker(tmp_path):
     write(by_hand(HEALTHY), tmp_path / "s.json")
     printed = run(tmp_path / "s.json", "--program", "0.1").output.splitlines()
     assert printed[:2] == ["1RECV_F0.0 from 0.0 #0", "1F0.0"] and printed[-1] == "O"
-    assert json.loads(run(tmp_path / "s.json", "--program", "0.1", "--json").output)["program"] == printed
+    assert (
+        json.loads(run(tmp_path / "s.json", "--program", "0.1", "--json").output)["program"]
+        == printed
+    )
 
 
 def test_a_program_goes_with_no_drawing(tmp_path):
     write(by_hand(HEALTHY), tmp_path / "s.json")
     asked = run(tmp_path / "s.json", "--program", "0.1", "--html", tmp_path / "page.html")
-    assert asked.exit_code == 2 and "leave out --html" in asked.stderr and not (tmp_path / "page.html").exists()
+    assert (
+        asked.exit_code == 2
+        and "leave out --html" in asked.stderr
+        and not (tmp_path / "page.html").exists()
+    )
 
 
-@pytest.mark.parametrize(("name", "said"), [("7.0", "has no program for this worker; expected one of 0.0,"),
-                                            ("x", "'x' is not a worker")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("7.0", "has no program for this worker; expected one of 0.0,"), ("x", "'x' is not a worker")],
+)
 def test_a_program_that_is_not_there(tmp_path, name, said):
     write(by_hand(HEALTHY), tmp_path / "s.json")
     asked = run(tmp_path / "s.json", "--program", name)
@@ -150,11 +184,15 @@ def test_a_program_that_is_not_there(tmp_path, name, said):
 def test_measured_in_the_terminal(tmp_path):
     schedule = by_hand(BROKEN)
     write(schedule, tmp_path / "plan.json")
-    write_measured_trace(MeasuredTrace(job="by hand", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
+    write_measured_trace(
+        MeasuredTrace(job="by hand", iterations=(measured_of(schedule),)), tmp_path / "trace.json"
+    )
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert "measured, iteration 0: longest busy window 10.5 s" in done.stdout.splitlines()
     assert done.stdout.count("╳ down") == 2
-    answer = json.loads(run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json", "--json").stdout)
+    answer = json.loads(
+        run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json", "--json").stdout
+    )
     assert answer["measured"] == [{"iteration": 0, "period": 10.5}]
 
 
@@ -177,7 +215,7 @@ def test_perfetto_cannot_be_written(tmp_path):
     assert "cannot be written" in done.stderr
 
 
-# --- Perfetto ---------------------------------------------------------------------------------------------------------
+# --- Perfetto -------------------------------------------------------------------------------------
 
 
 def nanoseconds(microseconds):
@@ -190,14 +228,19 @@ def slices_of(events):
     for event in events:
         if event["ph"] == "X":
             begin = nanoseconds(event["ts"])
-            threads[event["pid"], event["tid"]].append((begin, begin + nanoseconds(event["dur"]), event))
+            threads[event["pid"], event["tid"]].append(
+                (begin, begin + nanoseconds(event["dur"]), event)
+            )
     for slices in threads.values():
         slices.sort(key=lambda item: item[:2])
     return threads
 
 
 def assert_well_formed(events):
-    """What Perfetto asks: named threads, slices that do not overlap, flows whose both ends lie inside a slice."""
+    """Assert what Perfetto asks.
+
+    Threads are named, slices do not overlap, and both ends of a flow lie inside a slice.
+    """
     threads = slices_of(events)
     named = {(event["pid"], event["tid"]) for event in events if event.get("name") == "thread_name"}
     processes = {event["pid"] for event in events if event.get("name") == "process_name"}
@@ -216,7 +259,7 @@ def assert_well_formed(events):
         source, target = (enclosing(threads, flow[side]) for side in "sf")
         assert source["args"]["microbatch"] == target["args"]["microbatch"]
         assert source["args"]["pipeline"] == target["args"]["pipeline"]
-        (first, end), (begin, last) = sorted(layers_in(one) for one in (source, target))
+        (first, end), (begin, last) = sorted(layers_in(part) for part in (source, target))
         assert first < end == begin < last  # neighbours on the route
     return len(ends)
 
@@ -228,20 +271,44 @@ def layers_in(event):
 
 def enclosing(threads, event):
     at = nanoseconds(event["ts"])
-    (found,) = [slice_ for begin, end, slice_ in threads[event["pid"], event["tid"]] if begin <= at < end]
+    (found,) = [
+        slice_ for begin, end, slice_ in threads[event["pid"], event["tid"]] if begin <= at < end
+    ]
     return found
 
 
 def test_perfetto_structure():
     schedule = by_hand(BROKEN)
     events = json.loads(perfetto_trace(schedule, [measured_of(schedule)]))["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == \
-        ["planned pipeline 0", "planned pipeline 1", "measured pipeline 0", "measured pipeline 1"]
-    assert assert_well_formed(events) == 2 * 8  # 4 micro-batches, forth and back, planned and measured
-    (first, *_) = [event for event in events if event["name"] == "F 1.1" and event["args"]["stage"] == 1]
-    assert first | {"args": None} == {"ph": "X", "name": "F 1.1", "cat": "forward", "pid": 1, "tid": 2, "ts": 3_000_000,
-                                      "dur": 500_000, "args": None}
-    assert first["args"] == {"stage": 1, "layers": "1", "pipeline": 1, "microbatch": 1, "rerouted": True, "shed": False}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        "planned pipeline 0",
+        "planned pipeline 1",
+        "measured pipeline 0",
+        "measured pipeline 1",
+    ]
+    # 4 micro-batches, forth and back, planned and measured.
+    assert assert_well_formed(events) == 2 * 8
+    (first, *_) = [
+        event for event in events if event["name"] == "F 1.1" and event["args"]["stage"] == 1
+    ]
+    assert first | {"args": None} == {
+        "ph": "X",
+        "name": "F 1.1",
+        "cat": "forward",
+        "pid": 1,
+        "tid": 2,
+        "ts": 3_000_000,
+        "dur": 500_000,
+        "args": None,
+    }
+    assert first["args"] == {
+        "stage": 1,
+        "layers": "1",
+        "pipeline": 1,
+        "microbatch": 1,
+        "rerouted": True,
+        "shed": False,
+    }
     measured = [event for event in events if event["ph"] == "X" and event["pid"] > 2]
     assert len(measured) == sum(1 for _ in schedule.all_ops())
     assert max(event["ts"] + event["dur"] for event in measured) == 1.5 * 7.5e6
@@ -249,7 +316,9 @@ def test_perfetto_structure():
 
 def test_several_measured_iterations():
     schedule = by_hand(BROKEN)
-    events = json.loads(perfetto_trace(schedule, [measured_of(schedule, 3), measured_of(schedule, 4)]))["traceEvents"]
+    events = json.loads(
+        perfetto_trace(schedule, [measured_of(schedule, 3), measured_of(schedule, 4)])
+    )["traceEvents"]
     titles = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"measured iteration 3 pipeline 0", "measured iteration 4 pipeline 1"} <= titles
     assert_well_formed(events)
@@ -258,10 +327,12 @@ def test_several_measured_iterations():
 @settings(max_examples=30)
 @given(schedules())
 def test_perfetto_of_any_schedule(schedule):
-    fine = replace(schedule, tick_seconds=schedule.tick_seconds / 3e7)  # ticks that are no whole nanoseconds
+    # Ticks that are no whole nanoseconds.
+    fine = replace(schedule, tick_seconds=schedule.tick_seconds / 3e7)
     events = json.loads(perfetto_trace(fine, [measured_of(fine, factor=1.1)]))["traceEvents"]
     assert_well_formed(events)
-    assert sum(event["ph"] == "X" for event in events) == 2 * sum(1 for _ in schedule.all_ops())
+    count = sum(1 for _ in schedule.all_ops())
+    assert sum(event["ph"] == "X" for event in events) == 2 * count
 
 
 def test_perfetto_file(tmp_path):
@@ -269,24 +340,36 @@ def test_perfetto_file(tmp_path):
     done = run(tmp_path / "plan.json", "--perfetto", tmp_path / "trace.json", "--json")
     assert done.exit_code == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["cat"] for event in events if event["ph"] == "X"} == \
-        {"forward", "backward_input", "backward_weight", "all_reduce", "optimizer"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {
+        "forward",
+        "backward_input",
+        "backward_weight",
+        "all_reduce",
+        "optimizer",
+    }
     assert OpKind.F in {event["name"][0] for event in events if event["ph"] == "X"}
 
 
-# --- SVG --------------------------------------------------------------------------------------------------------------
+# --- SVG ------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30)
 @given(schedules())
 def test_picture_of_any_schedule(schedule):
-    """Fused, bidirectional, several stages a worker: an op is one titled rectangle, and no label is wider than it."""
+    """An op is one titled rectangle, and no label is wider than it.
+
+    Schedules are fused, bidirectional, or of several stages a worker.
+    """
     root = ElementTree.fromstring(draw_schedule(schedule))
     titled = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     lasting = [op for op in schedule.all_ops() if op.end_ticks > op.start_ticks]
-    assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(map(schedule.op_text, lasting))
+    assert sorted(box.find(f"{SVG}title").text for box in titled) == sorted(
+        map(schedule.op_text, lasting)
+    )
     framed = [box for box in titled if box.get("stroke") == "#111"]
-    assert len(framed) == sum(op.pipeline not in (None, schedule.seat_of[op.worker].role.pipeline) for op in lasting)
+    assert len(framed) == sum(
+        op.pipeline not in (None, schedule.seat_of[op.worker].role.pipeline) for op in lasting
+    )
     assert sum(text.text == "down" for text in root.iter(f"{SVG}text")) == len(schedule.failed)
     width = float(root.get("viewBox").split()[2])
     assert all(0 <= float(box.get("x")) <= width - float(box.get("width")) + 0.1 for box in titled)
@@ -305,11 +388,13 @@ def test_picture_has_a_time_axis_and_room_for_labels_of_what_is_re_routed():
 
 def test_picture_tells_stages_of_one_worker_apart():
     schedule = planned(grid(1, 2, 2, more="[placement]\norder = 'v'\nchunks = 2"))
-    texts = {text.text for text in ElementTree.fromstring(draw_schedule(schedule)).iter(f"{SVG}text")}
+    texts = {
+        text.text for text in ElementTree.fromstring(draw_schedule(schedule)).iter(f"{SVG}text")
+    }
     assert {"F0", "F1", "F0′", "F1′", "lighter, 1′: a worker's second stage"} <= texts
 
 
-# --- Slices, layers held, shed micro-batches --------------------------------------------------------------------------
+# --- Slices, layers held, shed micro-batches ------------------------------------------------------
 
 
 def test_layers_moved_in_the_terminal(tmp_path):
@@ -319,11 +404,17 @@ def test_layers_moved_in_the_terminal(tmp_path):
     title, *lines = done.stdout.splitlines()
     assert "1 down, 2 re-routed · 1 shed" in title
     (row,) = [line for line in lines if line.startswith("1.0 [0-2]")]
-    assert "F0.1" in row and "F0:0-2" in row and "f" not in row  # shed, of some layers, and nothing re-routed
+    # Shed, of some layers, and nothing re-routed.
+    assert "F0.1" in row and "F0:0-2" in row and "f" not in row
     (row,) = [line for line in lines if line.lstrip().startswith("0.1")]
     assert "f1.1" in row and "F1.1" not in row
     legend = done.stdout
-    for text in ("f1.3 re-routed", "F1.3 shed: its own worker is alive", "F3:4-6 layers 4 to 6", "[4-6] holds layers"):
+    for text in (
+        "f1.3 re-routed",
+        "F1.3 shed: its own worker is alive",
+        "F3:4-6 layers 4 to 6",
+        "[4-6] holds layers",
+    ):
         assert text in legend
     answer = json.loads(run(tmp_path / "plan.json", "--json").stdout)
     assert (answer["rerouted"], answer["shed"], answer["holds"]) == (2, 1, {"1.0": [[0, 3]]})
@@ -331,9 +422,18 @@ def test_layers_moved_in_the_terminal(tmp_path):
 
 def test_layers_moved_as_a_picture():
     picture = draw_schedule(layers_moved()).decode()
-    assert picture.count('stroke-dasharray="3 2"') == 3 + 1  # F, I and W of one micro-batch, and the legend
-    for text in ("1.0 [0-2]", "<title>F(micro-batch 1.0, layers 0 to 2) on 1.0</title>", ">F0:0-2<", ">f1.1<", ">F0.1<",
-                 "re-routed (pipeline.micro-batch)", ">shed<", "F3:4-6: layers 4 to 6"):
+    # F, I and W of one micro-batch, and the legend.
+    assert picture.count('stroke-dasharray="3 2"') == 3 + 1
+    for text in (
+        "1.0 [0-2]",
+        "<title>F(micro-batch 1.0, layers 0 to 2) on 1.0</title>",
+        ">F0:0-2<",
+        ">f1.1<",
+        ">F0.1<",
+        "re-routed (pipeline.micro-batch)",
+        ">shed<",
+        "F3:4-6: layers 4 to 6",
+    ):
         assert text in picture
     assert "shed" not in draw_schedule(by_hand(BROKEN)).decode()
 
@@ -341,24 +441,42 @@ def test_layers_moved_as_a_picture():
 @settings(max_examples=30)
 @given(general_schedules())
 def test_no_name_of_a_worker_is_cut(schedule):
-    """By the margin: where layers have moved, names are long. Layers that are left out are told by dots."""
+    """By the margin: where layers have moved, names are long.
+
+    Layers that are left out are told by dots.
+    """
     root = ElementTree.fromstring(draw_schedule(schedule))
     left = float(root.get("viewBox").split()[0])
-    names = {text.text: float(text.get("x")) for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "end"}
+    names = {
+        text.text: float(text.get("x"))
+        for text in root.iter(f"{SVG}text")
+        if text.get("text-anchor") == "end"
+    }
     assert len(names) == schedule.grid.pipelines * schedule.grid.columns
-    assert all(left <= end - 6 * len(name) for name, end in names.items())  # 6: of a letter of this size
+    # 6: of a letter of this size.
+    assert all(left <= end - 6 * len(name) for name, end in names.items())
     for seat in schedule.seats:
         if schedule.has_moved_layers(seat):
-            held = compact_layers_text(schedule.held_layers_of_seat(seat))
-            assert worker_label(seat.worker, schedule).endswith(f"[{held}]" if len(held) <= 12 else f"[{held[:11]}…]")
+            holding = compact_layers_text(schedule.held_layers_of_seat(seat))
+            assert worker_label(seat.worker, schedule).endswith(
+                f"[{holding}]" if len(holding) <= 12 else f"[{holding[:11]}…]"
+            )
 
 
 def test_layers_moved_in_perfetto():
     events = json.loads(perfetto_trace(layers_moved()))["traceEvents"]
     assert_well_formed(events)
-    assert {"name": "worker 1.0, holds layers 0-2"} in [event["args"] for event in events if event["ph"] == "M"]
+    assert {"name": "worker 1.0, holds layers 0-2"} in [
+        event["args"] for event in events if event["ph"] == "M"
+    ]
     (part,) = [event for event in events if event["name"] == "F 1.0 layers 0-2"]
-    assert part["args"] == {"layers": "0-2", "pipeline": 1, "microbatch": 0, "rerouted": False, "shed": False}
+    assert part["args"] == {
+        "layers": "0-2",
+        "pipeline": 1,
+        "microbatch": 0,
+        "rerouted": False,
+        "shed": False,
+    }
     shed = {event["name"] for event in events if event["ph"] == "X" and event["args"]["shed"]}
     assert shed == {"F 0.1", "I 0.1", "W 0.1"}
     flows = [event for event in events if event["ph"] == "s"]
@@ -368,7 +486,8 @@ def test_layers_moved_in_perfetto():
 @settings(max_examples=40)
 @given(general_schedules())
 def test_layers_anywhere_are_drawn(schedule):
-    """In the terminal, as a picture, for Perfetto and on a page: nothing is too odd to draw."""
+    # They are in the terminal, as a picture, for Perfetto and on a page: nothing is too odd to
+    # draw.
     Console(file=io.StringIO(), width=100).print(draw_timeline(schedule, 100))
     ElementTree.fromstring(draw_schedule(schedule))
     assert_well_formed(json.loads(perfetto_trace(schedule))["traceEvents"])
@@ -378,13 +497,21 @@ def test_layers_anywhere_are_drawn(schedule):
 def test_a_trace_of_slices_that_the_schedule_does_not_have(tmp_path):
     schedule = layers_moved()
     write(by_hand(BROKEN), tmp_path / "plan.json")
-    write_measured_trace(MeasuredTrace(job="j", iterations=(measured_of(schedule),)), tmp_path / "trace.json")
+    write_measured_trace(
+        MeasuredTrace(job="j", iterations=(measured_of(schedule),)), tmp_path / "trace.json"
+    )
     done = run(tmp_path / "plan.json", "--measured", tmp_path / "trace.json")
     assert done.exit_code == 2
-    assert "F on 0.1 is of slice 3; " in done.stderr and "plan.json has 2; give the schedule that" in done.stderr
+    assert (
+        "F on 0.1 is of slice 3; " in done.stderr
+        and "plan.json has 2; give the schedule that" in done.stderr
+    )
 
 
 def test_a_folder_is_refused_with_the_option_for_runs(tmp_path):
     refused = run(tmp_path)
-    assert refused.exit_code == 2 and f"a run is shown with `slipstream show --run {tmp_path}`" \
+    assert (
+        refused.exit_code == 2
+        and f"a run is shown with `slipstream show --run {tmp_path}`"
         in refused.stderr.replace("\n", "")
+    )

@@ -45,7 +45,10 @@ def slipstream(*arguments):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """The folder that it lies in is the present one; the plans for it are searched for a moment only."""
+    """A job whose folder is the present one.
+
+    The plans for it are searched for a moment only.
+    """
     monkeypatch.setattr(settled, "SETTLE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace.txt").write_text(TRACE)
@@ -61,13 +64,23 @@ def test_a_job_and_a_trace_are_enough(job, tmp_path):
     assert "drawn at random: the file gives only their number" in result.stderr.replace("\n", " ")
     text = (tmp_path / "page.html").read_text()
     assert text.startswith("<!doctype html>") and "Hours lost to failures, by cause" in text
-    assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 2, "bars with text of one size"
+    assert text.count('<div class="wide">') == text.count('<div class="narrow">') == 2, (
+        "bars with text of one size"
+    )
     assert '<select id="theme">' in text and "dataset.theme" in text
-    assert "slipstream trains most: " in text and ", the last. With the same schedules it is " in text
-    assert "With the same schedules it is " in result.stdout, "the first ratios also tell of the schedule"
+    assert (
+        "slipstream trains most: " in text and ", the last. With the same schedules it is " in text
+    )
+    assert "With the same schedules it is " in result.stdout, (
+        "the first ratios also tell of the schedule"
+    )
     assert "simulating: 13 of 13 runs" in result.stderr, "a log has no bar"
     # Nothing is fetched from anywhere.
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "src=" not in text and "@import" not in text
+    assert (
+        "http" not in text.replace("http://www.w3.org/2000/svg", "")
+        and "src=" not in text
+        and "@import" not in text
+    )
 
 
 def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
@@ -83,23 +96,35 @@ def test_a_new_policy_has_a_colour_of_its_own(job, monkeypatch):
 
 
 def test_dead_workers_cost_what_plan_says_for_them(job):
-    """Where every worker keeps its layers: the same question, the same figure, with micro-batches cut in both."""
+    """The figure is that of `plan` where every worker keeps its layers.
+
+    Micro-batches are cut in both.
+    """
     job.write_text(JOB.replace("= 6", "= 5"))
     steps = ("--steps", 40_000)
     for dead in (["0.1"], ["0.1", "2.0"]):
         failed = [part for name in dead for part in ("--failed", name)]
         answer = json.loads(slipstream("simulate", job, *failed, "--json", *steps).stdout)
         assert answer["trace"]["removals"] == len(dead) and answer["trace"]["seconds"] == 86400
-        made = answer["policies"]
+        rates = answer["policies"]
         plan = json.loads(slipstream("plan", job, *failed, "--json", *steps).stdout)
-        assert made["slipstream-fixed"] == pytest.approx(15 / plan["period"], rel=2e-3)
-        moved = json.loads(slipstream("plan", job, *failed, "--layers", "move", "--json", *steps).stdout)
-        assert made["slipstream"] >= 15 / moved["period"] * (1 - 2e-3)
-        assert made["recycle"] <= made["slipstream-fixed"] <= made["slipstream"]
-    said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--seeds", 2)
+        assert rates["slipstream-fixed"] == pytest.approx(15 / plan["period"], rel=2e-3)
+        moved = json.loads(
+            slipstream("plan", job, *failed, "--layers", "move", "--json", *steps).stdout
+        )
+        assert rates["slipstream"] >= 15 / moved["period"] * (1 - 2e-3)
+        assert rates["recycle"] <= rates["slipstream-fixed"] <= rates["slipstream"]
+    said = slipstream(
+        "simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--seeds", 2
+    )
     assert "all 2 runs over 0.1 dead would be equal" in said.stderr and "1 trace" in said.stdout
-    said = slipstream("simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--days", 2)
-    assert "0.1 dead: 48 h, 1 worker lost" in said.stdout and "searched for 4,000 counted steps each" in said.stderr
+    said = slipstream(
+        "simulate", job, "--failed", "0.1", "--policy", "slipstream", "--steps", 4000, "--days", 2
+    )
+    assert (
+        "0.1 dead: 48 h, 1 worker lost" in said.stdout
+        and "searched for 4,000 counted steps each" in said.stderr
+    )
 
 
 def test_slow_workers_of_the_job_are_told_to_be_left_out(job):
@@ -114,16 +139,36 @@ def test_json_names_every_policy_and_its_samples_a_second(job, tmp_path):
     assert list(answer["policies"]) == list(POLICIES) and not list(tmp_path.glob("*.html"))
     assert answer["policies"]["slipstream"] > answer["policies"]["bamboo"] > 0
     assert answer["fault_free"]["slipstream"] == pytest.approx(18 / 19)
-    assert answer["trace"]["seconds"] == 4 * 3600 and answer["trace"]["mean_live"] == pytest.approx(21 / 4)
-    some = slipstream("simulate", job, "--trace", "trace.txt", "--policy", "oobleck", "--policy", "recycle", "--json",
-                      "--html", tmp_path / "some.html")
-    assert list(json.loads(some.stdout)["policies"]) == ["recycle", "oobleck"] and (tmp_path / "some.html").exists()
+    assert answer["trace"]["seconds"] == 4 * 3600 and answer["trace"]["mean_live"] == pytest.approx(
+        21 / 4
+    )
+    some = slipstream(
+        "simulate",
+        job,
+        "--trace",
+        "trace.txt",
+        "--policy",
+        "oobleck",
+        "--policy",
+        "recycle",
+        "--json",
+        "--html",
+        tmp_path / "some.html",
+    )
+    assert (
+        list(json.loads(some.stdout)["policies"]) == ["recycle", "oobleck"]
+        and (tmp_path / "some.html").exists()
+    )
 
 
 def test_samples_are_counted_in_the_jobs_batch(job):
-    base = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)["policies"]
+    base = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)[
+        "policies"
+    ]
     job.write_text(JOB + "[training]\nbatch = 4\n")
-    four = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)["policies"]
+    four = json.loads(slipstream("simulate", job, "--trace", "trace.txt", "--json").stdout)[
+        "policies"
+    ]
     assert four["recycle"] == pytest.approx(4 * base["recycle"])
     assert four["slipstream"] == pytest.approx(4 * base["slipstream"])
 
@@ -141,37 +186,66 @@ def test_traces_are_drawn_where_none_is_given(job):
 
 
 def test_seeds_of_a_trace_that_leaves_nothing_to_draw_are_one_run(job, tmp_path):
-    (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
-                                         + "60000,remove,m1\n3600000,add,m7\n")
+    (tmp_path / "events.csv").write_text(
+        "".join(f"0,add,m{index}\n" for index in range(6)) + "60000,remove,m1\n3600000,add,m7\n"
+    )
     arguments = ("simulate", job, "--policy", "recycle", "--seeds", 50)
     result = slipstream(*arguments, "--trace", "events.csv", "--json")
     assert result.exit_code == 0 and "there is nothing to draw" in result.stderr
     assert json.loads(result.stdout)["seeds"] == 1
-    drawn = slipstream(*arguments, "--trace", "trace.txt", "--json")  # says how many leave, not which
+    # Says how many leave, not which.
+    drawn = slipstream(*arguments, "--trace", "trace.txt", "--json")
     assert json.loads(drawn.stdout)["seeds"] == 50 and "nothing to draw" not in drawn.stderr
 
 
 def test_the_report_has_the_fields_measures(job, tmp_path):
     job.write_text(JOB + "[model]\ncontext = 1024\n")
-    arguments = ("simulate", job, "--trace", "trace.txt", "--policy", "slipstream", "--policy", "recycle")
+    arguments = (
+        "simulate",
+        job,
+        "--trace",
+        "trace.txt",
+        "--policy",
+        "slipstream",
+        "--policy",
+        "recycle",
+    )
     answer = json.loads(slipstream(*arguments, "--json", "--html", "page.html").stdout)
     rate = answer["policies"]["slipstream"]
-    assert answer["tokens_per_gpu_hour"]["slipstream"] == pytest.approx(rate * 1024 * 3600 / (21 / 4))
-    assert answer["goodput"]["slipstream"] == pytest.approx(rate / answer["fault_free"]["slipstream"])
-    assert 0.99 < answer["ettr"]["recycle"] < 1 and 0 < answer["seconds_to_recover"]["slipstream"] < 60
+    assert answer["tokens_per_gpu_hour"]["slipstream"] == pytest.approx(
+        rate * 1024 * 3600 / (21 / 4)
+    )
+    assert answer["goodput"]["slipstream"] == pytest.approx(
+        rate / answer["fault_free"]["slipstream"]
+    )
+    assert (
+        0.99 < answer["ettr"]["recycle"] < 1 and 0 < answer["seconds_to_recover"]["slipstream"] < 60
+    )
     page = (tmp_path / "page.html").read_text()
-    assert all(word in page for word in ("ETTR", "goodput", "s to recover", "tokens / GPU-hour", "HPCA 2025"))
+    assert all(
+        word in page
+        for word in ("ETTR", "goodput", "s to recover", "tokens / GPU-hour", "HPCA 2025")
+    )
     shown = slipstream(*arguments).stdout
     assert all(word in shown for word in ("ETTR", "goodput", "s to recover", "tokens/GPU-hour"))
     other = json.loads(slipstream(*arguments, "--json", "--tokens", 2048).stdout)
-    assert other["tokens_per_gpu_hour"]["recycle"] == pytest.approx(2 * answer["tokens_per_gpu_hour"]["recycle"])
+    assert other["tokens_per_gpu_hour"]["recycle"] == pytest.approx(
+        2 * answer["tokens_per_gpu_hour"]["recycle"]
+    )
     job.write_text(JOB)
-    assert json.loads(slipstream(*arguments, "--json").stdout)["tokens_per_gpu_hour"]["slipstream"] is None
+    assert (
+        json.loads(slipstream(*arguments, "--json").stdout)["tokens_per_gpu_hour"]["slipstream"]
+        is None
+    )
 
 
 def test_a_reference_line_has_no_goodput(job, tmp_path):
-    """It was shown with more than 100 %: the limit of all systems, relative to the best of these."""
-    job.write_text(JOB.replace("microbatches = 6", "microbatches = 1"))  # so that no system is at the limit
+    """The limit of all systems has no goodput.
+
+    It was shown with more than 100 %, relative to the best of these.
+    """
+    # So that no system is at the limit.
+    job.write_text(JOB.replace("microbatches = 6", "microbatches = 1"))
     (tmp_path / "calm.txt").write_text("2026-01-01, 00:00:00, 6\n2026-01-01, 23:00:00, 6\n")
     arguments = ("simulate", job, "--trace", "calm.txt", "--html", "page.html")
     answer = json.loads(slipstream(*arguments, "--json").stdout)
@@ -183,13 +257,19 @@ def test_a_reference_line_has_no_goodput(job, tmp_path):
     rows = slipstream(*arguments).stdout.splitlines()
     row = [line for line in rows if line.strip().startswith("work-conserving")][-1]
     assert row.split()[1:3] == ["100.0%", "-"]
-    row = next(part for part in (tmp_path / "page.html").read_text().split("<tr") if "work-conserving</td>" in part)
+    row = next(
+        part
+        for part in (tmp_path / "page.html").read_text().split("<tr")
+        if "work-conserving</td>" in part
+    )
     assert "<td>100.0%</td><td>-</td>" in row
 
 
 def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
-    (tmp_path / "events.csv").write_text("".join(f"0,add,m{index}\n" for index in range(6))
-                                         + "60000,slow,m1,2\n900000,gpus,m2,3\n3600000,slow,m1,1\n")
+    (tmp_path / "events.csv").write_text(
+        "".join(f"0,add,m{index}\n" for index in range(6))
+        + "60000,slow,m1,2\n900000,gpus,m2,3\n3600000,slow,m1,1\n"
+    )
     arguments = ("simulate", job, "--trace", "events.csv", "--json")
     refused = slipstream(*arguments)
     assert refused.exit_code == 2 and "--gpus-per-worker" in refused.stderr
@@ -204,30 +284,52 @@ def test_slow_workers_and_lost_gpus_in_a_trace(job, tmp_path):
 
 def test_workers_of_a_node_fail_together(job, tmp_path):
     job.write_text(JOB + "[topology]\nworkers_per_node = 3\n")
-    (tmp_path / "events.csv").write_text("0,add,a\n0,add,b\n60000,remove,b\n1800000,add,b\n3600000,slow,a,1\n")
+    (tmp_path / "events.csv").write_text(
+        "0,add,a\n0,add,b\n60000,remove,b\n1800000,add,b\n3600000,slow,a,1\n"
+    )
     arguments = ("simulate", job, "--json", "--policy", "recycle", "--policy", "fault-scaled")
     recorded = json.loads(slipstream(*arguments, "--trace", "events.csv").stdout)["trace"]
     assert (recorded["workers"], recorded["removals"]) == (6, 3)
-    drawn = json.loads(slipstream(*arguments, "--mtbf", "20", "--days", "2", "--gpus-per-worker", "2").stdout)["trace"]
+    drawn = json.loads(
+        slipstream(*arguments, "--mtbf", "20", "--days", "2", "--gpus-per-worker", "2").stdout
+    )["trace"]
     assert drawn["removals"] % 3 == 0 < drawn["removals"] and drawn["partial_losses"] == 0
     assert "2 nodes: a whole node is down while any machine of it is" in drawn["notes"]
 
 
 @pytest.mark.slow
 def test_slow_workers_are_drawn(job):
-    arguments = ("simulate", job, "--mtbf", "20", "--days", "2", "--json", "--policy", "slipstream", "--policy",
-                 "recycle")
-    usual, slow = (json.loads(slipstream(*arguments, *more).stdout) for more in ((), ("--fail-slow",)))
+    arguments = (
+        "simulate",
+        job,
+        "--mtbf",
+        "20",
+        "--days",
+        "2",
+        "--json",
+        "--policy",
+        "slipstream",
+        "--policy",
+        "recycle",
+    )
+    usual, slow = (
+        json.loads(slipstream(*arguments, *more).stdout) for more in ((), ("--fail-slow",))
+    )
     assert slow["trace"]["slowdowns"] > usual["trace"]["slowdowns"] == 0
     assert "Greyhound" in slow["trace"]["notes"][-1]
     assert slow["policies"]["recycle"] < usual["policies"]["recycle"]
     groups = json.loads(slipstream(*arguments, "--gpus-per-worker", 8).stdout)
-    assert groups["trace"]["partial_losses"] > 0 and groups["policies"]["slipstream"] > groups["policies"]["recycle"]
+    assert (
+        groups["trace"]["partial_losses"] > 0
+        and groups["policies"]["slipstream"] > groups["policies"]["recycle"]
+    )
 
 
 def test_periods_are_taken_from_a_table(job, tmp_path):
-    made = slipstream("table", job, "--max-failures", 2, "--time-limit", 1, "--jobs", 1, "--out", "table")
-    assert made.exit_code == 0
+    planning = slipstream(
+        "table", job, "--max-failures", 2, "--time-limit", 1, "--jobs", 1, "--out", "table"
+    )
+    assert planning.exit_code == 0
     result = slipstream("simulate", job, "--trace", "trace.txt", "--table", "table", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["policies"]["slipstream"] > 0
     job.write_text(JOB.replace("= 6", "= 5"))
@@ -235,23 +337,41 @@ def test_periods_are_taken_from_a_table(job, tmp_path):
     assert refused.exit_code == 2 and "the table is of another job" in refused.stderr
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["--trace", "none.txt"], "none.txt: cannot be read"),
-    (["--trace", "job.toml"], "job.toml: line 2: 'name = \"small\"'; expected `YYYY"),
-    (["--policy", "magic"], "--policy magic: expected one of slipstream, "),
-    (["--preset", "magic"], "--preset magic: expected one of llama-3, llama-3-domains, meta-rsc"),
-    (["--mtbf", "0.001", "--days", "30000"], "shorten it to at most 5 million"),
-    (["--table", "none"], "--table: none"),
-    (["--trace", "trace.txt", "--fail-slow"], "--fail-slow: not with --trace; a trace has its own failures"),
-    (["--trace", "trace.txt", "--mtbf", 5], "a trace has its own failures"),
-    (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: not with --trace"),
-    (["--trace", "trace.txt", "--days", 5], "--days: not with --trace"),
-    (["--trace", "trace.txt", "--failed", "0.1"], "--failed: not with --trace"),
-    (["--failed", "0.1", "--mtbf", 5], "--mtbf: only where failures are drawn, not with --failed"),
-    (["--failed", "3.0"], "--failed: the job has no worker 3.0; expected pipeline 0 to 2 and stage 0 to 1"),
-    (["--seeds", 2, "--html", "page.html"], "--html: the report is of one trace; leave out --seeds"),
-    (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--trace", "none.txt"], "none.txt: cannot be read"),
+        (["--trace", "job.toml"], "job.toml: line 2: 'name = \"small\"'; expected `YYYY"),
+        (["--policy", "magic"], "--policy magic: expected one of slipstream, "),
+        (
+            ["--preset", "magic"],
+            "--preset magic: expected one of llama-3, llama-3-domains, meta-rsc",
+        ),
+        (["--mtbf", "0.001", "--days", "30000"], "shorten it to at most 5 million"),
+        (["--table", "none"], "--table: none"),
+        (
+            ["--trace", "trace.txt", "--fail-slow"],
+            "--fail-slow: not with --trace; a trace has its own failures",
+        ),
+        (["--trace", "trace.txt", "--mtbf", 5], "a trace has its own failures"),
+        (["--trace", "trace.txt", "--preset", "llama-3"], "--preset: not with --trace"),
+        (["--trace", "trace.txt", "--days", 5], "--days: not with --trace"),
+        (["--trace", "trace.txt", "--failed", "0.1"], "--failed: not with --trace"),
+        (
+            ["--failed", "0.1", "--mtbf", 5],
+            "--mtbf: only where failures are drawn, not with --failed",
+        ),
+        (
+            ["--failed", "3.0"],
+            "--failed: the job has no worker 3.0; expected pipeline 0 to 2 and stage 0 to 1",
+        ),
+        (
+            ["--seeds", 2, "--html", "page.html"],
+            "--html: the report is of one trace; leave out --seeds",
+        ),
+        (["--trace", "trace.txt", "--html", "/dev/null/page.html"], "cannot be written"),
+    ],
+)
 def test_bad_input_exits_2_with_one_line(job, arguments, says):
     job.write_text(JOB.replace("[time]", "[time]\nslow = {'0.0' = 2}"))
     result = slipstream("simulate", job, *arguments)
@@ -265,7 +385,7 @@ def test_a_job_without_any_plan_exits_1(job):
     assert result.exit_code == 1 and "no schedule can run it" in result.stderr
 
 
-# --- The report in a browser ------------------------------------------------------------------------------------------
+# --- The report in a browser ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,11 +399,27 @@ def browser():
 
 def browse(browser, page, *options):
     """What a headless Chromium without any network makes of a page."""
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-               "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000", *options,
-               page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True,
-                          cwd=page.parent, env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"}).stdout
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--virtual-time-budget=2000",
+        *options,
+        page.as_uri(),
+    ]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+        cwd=page.parent,
+        env={"HOME": str(page.parent), "PATH": "/usr/bin:/bin"},
+    ).stdout
 
 
 def test_the_report_in_a_browser(browser, job, tmp_path):
@@ -294,7 +430,7 @@ def test_the_report_in_a_browser(browser, job, tmp_path):
     pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
     assert pixels.shape == (3000, 1050, 3)
     for name in ("slipstream", "oobleck", "checkpoint-restart"):  # in legends, or drawn
-        wanted = [int(COLOURS[name][index:index + 2], 16) for index in (1, 3, 5)]
+        wanted = [int(COLOURS[name][index : index + 2], 16) for index in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 8).sum() > 150, name
     filled = (pixels.min(axis=2) < 200).mean()
     assert 0.02 < filled < 0.4
@@ -307,13 +443,20 @@ def test_lines_can_be_switched_off(browser, job, tmp_path):
     assert slipstream("simulate", job, "--trace", "trace.txt", "--html", page).exit_code == 0
     text = page.read_text()
     first = [part.split(">")[0] for part in text.split("<polyline ")[1:]]
-    before = {line.split('data-name="')[1].split('"')[0] for line in first if "display: none" not in line}
+    before = {
+        line.split('data-name="')[1].split('"')[0] for line in first if "display: none" not in line
+    }
     assert "slipstream" in before and 3 <= len(before) <= 4  # and the live workers
-    click = "".join(f"document.querySelector('input[value={name}]').click();" for name in ("slipstream", "bamboo"))
+    click = "".join(
+        f"document.querySelector('input[value={name}]').click();"
+        for name in ("slipstream", "bamboo")
+    )
     page.write_text(text.replace("</body>", f"<script>{click}</script></body>"))
     shown = browse(browser, page, "--dump-dom")
     lines = [part.split(">")[0] for part in shown.split("<polyline ")[1:]]
-    after = {line.split('data-name="')[1].split('"')[0] for line in lines if "display: none" not in line}
+    after = {
+        line.split('data-name="')[1].split('"')[0] for line in lines if "display: none" not in line
+    }
     assert len(lines) == len(POLICIES) + 1 and after == (before ^ {"slipstream", "bamboo"})
 
 

@@ -14,7 +14,10 @@ from tests.runtime.launchers import Launcher
 
 
 def ended_by(folder: str, name: str) -> None:
-    """Lead a run, or take part in one where there is no folder, that a signal ends which nobody has taken over."""
+    """Lead a run that a signal ends, or take part without a folder.
+
+    Nobody has taken the signal over.
+    """
     signal.signal(signal.Signals[name], signal.SIG_DFL)
     if folder:
         fork_supervised(Path(folder), print)
@@ -24,10 +27,16 @@ def ended_by(folder: str, name: str) -> None:
     time.sleep(patience.SECONDS)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no process ends with its parent elsewhere")
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", -1),
-                                              ("SIGTERM of another node", 143)])
-def test_a_run_that_is_told_to_end_has_a_status_at_its_very_beginning_and_end_too(name, status, tmp_path):
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="no process ends with its parent elsewhere"
+)
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", -1), ("SIGTERM of another node", 143)],
+)
+def test_a_run_that_is_told_to_end_has_a_status_at_its_very_beginning_and_end_too(
+    name, status, tmp_path
+):
     """Supervisors, and tests, tell it from one that has crashed."""
     log, (signal_name, *node) = tmp_path / "log", name.split(maxsplit=1)
     launcher = Launcher(f"{__name__}:ended_by", "" if node else tmp_path, signal_name, log=log)

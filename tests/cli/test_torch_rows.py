@@ -1,5 +1,7 @@
-"""Rows of all pipelines for torch: each op and each crossing once, and no deadlock even if each
-send waits."""
+"""Rows of all pipelines for torch have each op and each crossing once.
+
+There is no deadlock even if each send waits.
+"""
 
 import random
 import re
@@ -48,13 +50,17 @@ def read_cell(stage: str, action: str, number: str) -> Cell:
 
 def read_cells(text: str) -> list[list[Cell]]:
     """The cells of each row."""
-    rows = [re.findall(r"(\d+)([A-Z_]+)(\d*)", line) for line in text.splitlines()]
-    return [[read_cell(*parts) for parts in row] for row in rows]
+    rows = []
+    for line in text.splitlines():
+        cells = re.findall(r"(\d+)([A-Z_]+)(\d*)", line)
+        rows.append([read_cell(*parts) for parts in cells])
+    return rows
 
 
 class Blocking:
-    """Ranks that run their rows, each blocked by a send until it is received and by a reduction
-    until all are there.
+    """Ranks that run their rows, blocked by sends and reductions.
+
+    A send blocks until it is received, a reduction until all are there.
 
     The class knows nothing but the rows. It looks for the other end of a transfer among all of
     them.
@@ -63,8 +69,12 @@ class Blocking:
     def __init__(self, rows: list[list[Cell]], last_stage: int) -> None:
         self.rows, self.last_stage = rows, last_stage
         self.places = [0] * len(rows)
-        self.row_of = {cell: index for index, row in enumerate(rows) for cell in row
-                       if "_" in cell.action and cell.number is not None}
+        self.row_of = {
+            cell: index
+            for index, row in enumerate(rows)
+            for cell in row
+            if "_" in cell.action and cell.number is not None
+        }
         self.reducing: dict[int, set[int]] = defaultdict(set)
         for index, row in enumerate(rows):
             for cell in row:
@@ -97,11 +107,13 @@ class Blocking:
         else:
             self.require_inputs(index, cell)
             together = {index}
-        if cell.action == "REDUCE_GRAD" and any(self.next_cell(one) != cell for one in together):
+        if cell.action == "REDUCE_GRAD" and any(
+            self.next_cell(worker) != cell for worker in together
+        ):
             return False
-        for one in together:
-            self.done[one].add(self.rows[one][self.places[one]])
-            self.places[one] += 1
+        for worker in together:
+            self.done[worker].add(self.rows[worker][self.places[worker]])
+            self.places[worker] += 1
         return True
 
     def require_inputs(self, index: int, cell: Cell) -> None:
@@ -119,8 +131,7 @@ class Blocking:
 
 
 def require_exact(schedule: Schedule, text: str) -> None:
-    """The rows have each op, each crossing and each reduction of the schedule once, on its worker,
-    and run through."""
+    """The rows have each op, crossing and reduction of the schedule once, and run through."""
     rows, shape = read_cells(text), schedule.grid
     assert "".join(",".join(map(str, row)) + "\n" for row in rows) == text
     first = [sum(shape.microbatches[:pipeline]) for pipeline in range(shape.pipelines)]
@@ -145,31 +156,50 @@ def require_exact(schedule: Schedule, text: str) -> None:
         assert Counter(row) == (expected[worker] if worker else Counter())
         if worker and not schedule.has_overlap:
             planned_ops = [op_key(op) for op in schedule.ops(worker) if op.kind in COMPUTE_KINDS]
-            assert [cell for cell in row if "_" not in cell.action] == [
+            planned_cells = [
                 Cell(stage % shape.depth, str(kind), first[pipeline] + microbatch)
-                for kind, stage, pipeline, microbatch in planned_ops]
+                for kind, stage, pipeline, microbatch in planned_ops
+            ]
+            assert [cell for cell in row if "_" not in cell.action] == planned_cells
     Blocking(rows, shape.depth - 1).run()
 
 
-PLACEMENTS = ("", "chunks = 2\n", "order = 'v'\nchunks = 2\n", "order = 'interleaved'\nchunks = 2\n")
+PLACEMENTS = (
+    "",
+    "chunks = 2\n",
+    "order = 'v'\nchunks = 2\n",
+    "order = 'interleaved'\nchunks = 2\n",
+)
 LONGER = "forward = 2\nbackward_input = 3\nbackward_weight = 1\ntransfer = 1\n"
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Schedule:
-    """3 x 3 with nobody, one or two dead; who runs a stage of a micro-batch is given by the planner
-    or by chance."""
+    """Plans of 3 x 3 workers with nobody, one or two dead.
+
+    The planner or chance says who runs a stage of a micro-batch.
+    """
     microbatches = draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))
-    job = grid(3, 3, microbatches, times=draw(st.sampled_from(["", LONGER])),
-               more=f"[placement]\n{draw(st.sampled_from(PLACEMENTS))}")
+    job = grid(
+        3,
+        3,
+        microbatches,
+        times=draw(st.sampled_from(["", LONGER])),
+        more=f"[placement]\n{draw(st.sampled_from(PLACEMENTS))}",
+    )
     worker = st.builds(Worker, st.integers(0, 2), st.integers(0, 2))
     failed = sorted(draw(st.lists(worker, max_size=2, unique=True)))
-    how = {"backward": draw(st.sampled_from(["split", "fused"])),
-           "optimizer": draw(st.sampled_from(["staggered", "synchronous"]))}
-    made = by_chance(job, failed, random.Random(draw(st.integers(0, 2**32))), **how) \
-        if draw(st.booleans()) else planned(job, failed, **how)
-    assert not check(made)
-    return made
+    how = {
+        "backward": draw(st.sampled_from(["split", "fused"])),
+        "optimizer": draw(st.sampled_from(["staggered", "synchronous"])),
+    }
+    schedule = (
+        by_chance(job, failed, random.Random(draw(st.integers(0, 2**32))), **how)
+        if draw(st.booleans())
+        else planned(job, failed, **how)
+    )
+    assert not check(schedule)
+    return schedule
 
 
 @settings(max_examples=60)
@@ -178,7 +208,7 @@ def test_rows_have_all_ops_and_crossings_and_run_through(schedule):
     require_exact(schedule, write_rows(schedule))
 
 
-def test_offloaded_and_bidirectional_plans_have_rows():
+def test_shed_and_bidirectional_plans_have_rows():
     job = grid(2, 4, 4, more="[placement]\norder = 'bidirectional'\n")
     for schedule in (by_hand(SHED), planned(job, [Worker(1, 2)])):
         assert schedule.shed or schedule.grid.chains == 2
@@ -192,9 +222,12 @@ def test_a_slice_of_two_stages_is_written_as_these():
 
 
 def test_the_simulation_finds_a_deadlock():
-    """Both rows send before they receive, which torch's `isend` allows and a blocking send does
-    not."""
-    rows = read_cells("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0\n"
-                      "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1\n")
+    """Rows that both send before they receive are a deadlock.
+
+    Torch's `isend` allows that and a blocking send does not.
+    """
+    rows = read_cells(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1\n"
+    )
     with pytest.raises(AssertionError, match=r"SEND_F.*SEND_B"):
         Blocking(rows, 1).run()

@@ -19,12 +19,20 @@ def test_examples(tmp_path):
     assert len(blocks) >= 6
     program = tmp_path / "examples.py"
     program.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, check=False)
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("30.0 optimal\nstage 2 has no live worker")
     assert (tmp_path / "run" / "losses.jsonl").read_text().count("\n") == 3
-    assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["0", "1", "2"]  # what was observed
+    # What was observed.
+    assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("name", [name for name in dir(planner) if name in planner._HOMES])

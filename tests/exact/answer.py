@@ -3,33 +3,19 @@
 Each solution is written as a schedule that `slipstream.schedules.check` judges.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from itertools import chain
 
 import msgspec
 
+from slipstream.schedules import grid, ops
 from slipstream.schedules.check import check
-from slipstream.schedules.layers import LayerRange, merge_ranges
-from slipstream.schedules.schedule import (
-    Grid,
-    Memory,
-    OpKind,
-    ProgramOp,
-    Room,
-    Schedule,
-    Seat,
-    Slow,
-    Times,
-    VirtualStage,
-    Worker,
-)
-from tests.exact.model import EFFORT, Solution, solve
-from tests.exact.question import TIMES, Part, Question, in_whole_units
-
-CLOSE = Fraction(1, 10**4)
-"""Relative difference up to which two bounds of rounded times count as one answer."""
+from slipstream.schedules.layers import merge_ranges
+from slipstream.schedules.schedule import Schedule, Scope
+from tests.exact.model import EFFORT, ExactModel
+from tests.exact.question import TIMES, WHOLE_STAGES, LayerRange, Part, Question, Worker, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +23,9 @@ class Answer:
     """Bounds in seconds on the shortest period, and a schedule that takes `upper` seconds."""
 
     lower: Fraction
-    """No schedule of the question is shorter, if any is as short as was asked for."""
-    upper: Fraction | None
-    schedule: Schedule | None
+    """No schedule is shorter, of those as short as was asked for."""
+    upper: Fraction | None = None
+    schedule: Schedule | None = None
     is_impossible: bool = False
     """True if it is proven that no schedule is as short as was asked for."""
     effort: float = 0.0
@@ -47,8 +33,8 @@ class Answer:
 
     @property
     def is_exact(self) -> bool:
-        """True if the shortest period is known, up to the rounding of times that are too fine."""
-        return self.upper is not None and self.upper <= self.lower * (1 + CLOSE)
+        """True if the shortest period is known."""
+        return self.upper == self.lower
 
 
 def answer(
@@ -59,182 +45,173 @@ def answer(
     With `at_most` seconds, no longer periods are looked for. Raises AssertionError if the checker
     refuses what was found.
     """
-    upwards = in_whole_units(question, up=True)
-    limit = None if at_most is None else int(at_most / upwards.tick)
-    rounding = 0 if upwards.is_exact or limit is None else max(1, int(limit * CLOSE / 2))
-    above = below = solve(upwards, at_most=limit if limit is None else limit + rounding,
-                          effort=effort if upwards.is_exact else effort / 2)
+    limit = None if at_most is None else int(at_most / question.tick)
+    relaxed = _relax(question)
+    above = below = ExactModel(question, limit)
+    above.solve(effort if relaxed == question else effort / 2)
     taken = above.effort
-    if not upwards.is_exact:
-        below = solve(
-            in_whole_units(question, up=False), at_most=limit, effort=max(0.0, effort - taken)
-        )
+    if relaxed != question:
+        below = ExactModel(relaxed, limit)
+        below.solve(max(0.0, effort - taken))  # the solver may exceed its limit
         taken += below.effort
-    lower, is_impossible = below.bound * upwards.tick, below.solution is None and below.is_decided
-    if above.solution is None:
-        return Answer(lower=lower, upper=None, schedule=None, is_impossible=is_impossible,
-                      effort=taken)
-    schedule = write_schedule(upwards, above.solution)
+    lower = below.bound * question.tick
+    if not above.has_solution:
+        return Answer(lower=lower, is_impossible=below.is_impossible, effort=taken)
+    schedule = write_schedule(above)
     violations = check(schedule)
     assert not violations, f"the checker refuses what the reference found: {violations[0]}"
-    upper = schedule.period_ticks * upwards.tick
+    upper = schedule.period_ticks * question.tick
     return Answer(lower=lower, upper=upper, schedule=schedule, effort=taken)
 
 
-def write_schedule(question: Question, solution: Solution) -> Schedule:
-    """Return a solution of a question in whole units as a schedule file."""
-    chains, ranges = len(question.chains), [(part.first, part.end) for part in question.parts]
-    slices = tuple(layers for layers in ranges if layers not in question.stages)
-    stages = question.stages * chains
-    numbers = [
-        [
-            chain * len(question.stages) + question.stages.index(layers)
-            if layers in question.stages
-            else len(stages) + slices.index(layers)
-            for layers in ranges
-        ]
-        for chain in range(chains)
-    ]
-    columns = [column for chain in question.chains for column in chain]
-    pipelines = _pipelines_of_roles(question, solution)
-    seats, programs = [], []
-    for number, worker in enumerate(question.live):
-        is_listed = question.scope == "any layers" or (
-            question.scope == "roles" and worker in question.capacity_of)
-        holds = merge_ranges(ranges[part] for part in solution.held[worker]) if is_listed else None
-        seats.append(
-            Seat(
-                Worker(*worker), Worker(pipelines[worker], solution.columns[worker]), number, holds
-            )
+def _relax(question: Question) -> Question:
+    """Return a question whose bound also holds for slices of several layers.
+
+    A slice frees all of its activations at once. If the stash of a layer takes more than its
+    activation, layers that run one by one hold more. So stashes take no more than activations.
+    """
+    if question.scope in WHOLE_STAGES or question.backward == "fused":
+        return question
+    layers = []
+    for layer in question.layers:
+        stash = min(layer.costs["weight_stash"], layer.costs["activation"])
+        layers.append(Part(layer.layers, layer.costs | {"weight_stash": stash}))
+    return replace(question, layers=tuple(layers))
+
+
+# --- The schedule file ---------------------------------------------------------------
+
+
+def write_schedule(model: ExactModel) -> Schedule:
+    """Return a solution as a schedule file.
+
+    Each worker lists its layers, and its room for activations next to those of its own column.
+    Ticks may be finer than files allow.
+    """
+    question, columns = model.question, range(model.question.columns)
+    roles = _assign_roles(model)
+    stages = question.stages * len(question.chains)
+    columns_of_stages = chain.from_iterable(question.chains)
+    slices = tuple(part.layers for part in question.parts if part.layers not in stages)
+    ranges = [*stages, *slices]
+    costs = _list_costs([join(question.layers[first:end]) for first, end in ranges])
+    costs_of_layers = _list_costs(question.layers)
+    weights = list(map(question.weights, columns))
+    times = {key: costs[key] for key in TIMES.values()}
+    steps = []
+    for parts in question.holdings:
+        steps.append(sum(question.ticks("O", part) for part in parts))
+    times["optimizer"] = tuple(steps)
+    slow = []
+    for worker, factor in sorted(question.slow.items()):
+        slow.append(ops.Slow(grid.Worker(*worker), int(factor * 1000)))
+
+    memory = None
+    if question.memory is not None:
+        rooms = []
+        for worker, role in roles.items():
+            room = question.memory_for(worker, role.column) - weights[worker[1]]
+            rooms.append(ops.Room(grid.Worker(*worker), room))
+        memory = ops.Memory(
+            unit=float(question.unit),
+            capacity=tuple(question.memory[column] - weights[column] for column in columns),
+            activation=costs["activation"],
+            weight_stash=costs["weight_stash"],
+            weights=costs_of_layers["weights"],
+            capacity_of=tuple(rooms),
         )
-        programs.append(_program(question, solution, numbers, worker, pipelines[worker]))
+    seats = []
+    for number, worker in enumerate(question.live):
+        layers = merge_ranges(
+            question.parts[part].layers for part in model.chosen(model.holds[worker])
+        )
+        seats.append(ops.Seat(grid.Worker(*worker), roles[worker], number, layers))
     schedule = Schedule(
         job="tiny",
         tick_seconds=float(question.tick),
-        slices=slices,
-        backward=question.backward,
-        grid=Grid(
+        grid=grid.Grid(
             pipelines=question.pipelines,
             columns=question.columns,
-            chains=chains,
+            chains=len(question.chains),
             microbatches=question.microbatches,
             stages=tuple(
-                VirtualStage(column=column, layers=layers if question.has_layers else None)
-                for column, layers in zip(columns, stages, strict=True)
+                grid.VirtualStage(column=column, layers=layers)
+                for column, layers in zip(columns_of_stages, stages, strict=True)
             ),
         ),
-        times=_times(question, [*stages, *slices]),
-        memory=_memory(question, [*stages, *slices]),
+        slices=slices,
+        times=ops.Times(
+            **times,
+            transfer=question.transfer,
+            slow=tuple(slow),
+            optimizer_of_layer=costs_of_layers["optimizer"],
+            overlap=question.overlap or msgspec.UNSET,
+        ),
+        memory=memory,
+        backward=question.backward,
         optimizer=question.optimizer,
-        failed=tuple(Worker(*worker) for worker in question.failed),
+        failed=tuple(grid.Worker(*worker) for worker in question.failed),
         seats=tuple(seats),
-        programs=tuple(programs),
+        programs=tuple(
+            _program(model, ranges, worker, role.pipeline) for worker, role in roles.items()
+        ),
         period_ticks=1,
         lower_bound_ticks=0,
         status="feasible",
         method="exact",
+        bound_scope=Scope(question.scope),
     )
-    return msgspec.structs.replace(schedule, period_ticks=_period(schedule, solution))
+    return msgspec.structs.replace(schedule, period_ticks=_measure_period(schedule))
 
 
-def _period(schedule: Schedule, solution: Solution) -> int:
-    """Return the period of the ops as they are, which may be shorter than the solution says."""
-    windows = [
-        (ops[0].start_ticks, ops[-1].end_ticks) for ops in map(schedule.ops, schedule.members)
-    ]
-    first = min(start for start, _ in windows)
-    period = max(
-        end - (first if schedule.optimizer == "synchronous" else start) for start, end in windows
-    )
-    assert period <= solution.period, (
-        f"the schedule takes {period} ticks, its solution {solution.period}"
-    )
-    return period
+def _list_costs(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """Return the costs of some parts as a list for each key."""
+    costs = {}
+    for key in parts[0].costs:
+        costs[key] = tuple(part.costs[key] for part in parts)
+    return costs
 
 
-def _pipelines_of_roles(question: Question, solution: Solution) -> dict[tuple[int, int], int]:
-    """Return the pipeline of each worker's role: its own, or the first one left."""
-    own = {worker for worker in question.live if solution.columns[worker] == worker[1]}
-    pipelines, taken = {worker: worker[0] for worker in own}, set(own)
-    for worker in question.live:
-        if worker not in own:
-            pipelines[worker] = next(number for number in range(question.pipelines)
-                                     if (number, solution.columns[worker]) not in taken)
-            taken.add((pipelines[worker], solution.columns[worker]))
-    return pipelines
+def _assign_roles(model: ExactModel) -> dict[Worker, grid.Worker]:
+    """Return the role of each live worker, its own if it has that column."""
+    question, roles = model.question, dict[Worker, grid.Worker]()
+    columns = {worker: model.chosen(model.roles[worker])[0] for worker in question.live}
+    for worker in sorted(question.live, key=lambda worker: columns[worker] != worker[1]):
+        pipelines = (worker[0], *range(question.pipelines))
+        choices = [grid.Worker(pipeline, columns[worker]) for pipeline in pipelines]
+        roles[worker] = next(role for role in choices if role not in roles.values())
+    return {worker: roles[worker] for worker in question.live}
 
 
-def _program(question: Question, solution: Solution, numbers: Sequence[Sequence[int]],
-             worker: tuple[int, int], pipeline: int) -> tuple[ProgramOp, ...]:
+def _program(
+    model: ExactModel, ranges: Sequence[LayerRange], worker: Worker, pipeline: int
+) -> tuple[ops.ProgramOp, ...]:
     """Return the ops of a worker in order; those without duration come first."""
-    placed: list[tuple[int, int, tuple[int, ...], ProgramOp]] = []
-    for (kind, batch, part), start in solution.starts.items():
-        if solution.hosts[batch, part] == worker:
-            rank = ("FIBW".index(kind), part if kind == "F" else -part, *batch)
-            placed.append(
-                (
-                    start,
-                    start + question.ticks(kind, part, worker),
-                    rank,
-                    ProgramOp(
-                        OpKind(kind),
-                        numbers[batch[1] % len(numbers)][part],
-                        batch[1],
-                        start,
-                        None if batch[0] == pipeline else batch[0],
-                    ),
-                )
-            )
-    for part in solution.held[worker]:
-        start = solution.reductions[part]
-        placed.append((start, start + question.ticks("A", part), (4, part),
-                       ProgramOp(OpKind.A, numbers[0][part], None, start)))
+    question, placed = model.question, []
+    for (kind, batch, part), start, ticks, literal in model.runs[worker]:
+        if model.value(literal):
+            # The stages of each direction are numbered one after the other.
+            direction = batch[1] % len(question.chains)
+            number = ranges.index(question.parts[part].layers, direction * len(question.stages))
+            owner = None if batch[0] == pipeline else batch[0]
+            op = ops.ProgramOp(ops.OpKind(kind), number, batch[1], model.value(start), owner)
+            rank = ("FIBW".index(kind), part if kind == "F" else -part, batch)
+            placed.append((op.start_ticks, op.start_ticks + ticks, rank, op))
+    for part in model.chosen(model.holds[worker]):
+        number, start = ranges.index(question.parts[part].layers), model.reductions[part]
+        op = ops.ProgramOp(ops.OpKind.A, number, None, model.value(start))
+        rank = (len("FIBW"), part, (0, 0))
+        placed.append((op.start_ticks, op.start_ticks + question.ticks("A", part), rank, op))
     placed.sort(key=lambda op: op[:3])
-    return (*(op for *_, op in placed), ProgramOp(OpKind.O, None, None, solution.steps[worker]))
+    step = ops.ProgramOp(ops.OpKind.O, None, None, model.value(model.steps[worker]))
+    return (*(op for *_, op in placed), step)
 
 
-def _times(question: Question, ranges: Sequence[LayerRange]) -> Times:
-    totals = {key: _totals(question, ranges, lambda part, kind=kind: part.times[kind])
-              for kind, key in TIMES.items()}
-    totals["optimizer"] = tuple(
-        sum(question.ticks("O", part) for part in held) for held in question.held
-    )
-    return Times(
-        **totals,
-        transfer=int(question.transfer),
-        slow=tuple(
-            Slow(Worker(*worker), int(factor * 1000))
-            for worker, factor in sorted(question.slow.items())
-        ),
-        optimizer_of_layer=tuple(question.ticks("O", part) for part in range(len(question.parts)))
-        if _has_layers_as_parts(question)
-        else (),
-        **({"overlap": True} if question.overlap else {}),
-    )
-
-
-def _memory(question: Question, ranges: Sequence[LayerRange]) -> Memory | None:
-    if question.capacity is None:
-        return None
-    rooms = tuple(
-        Room(Worker(*worker), int(room)) for worker, room in sorted(question.capacity_of.items())
-    )
-    return Memory(unit=float(question.unit), capacity=tuple(map(int, question.capacity)),
-                  activation=_totals(question, ranges, lambda part: part.activation),
-                  weight_stash=_totals(question, ranges, lambda part: part.stash),
-                  weights=tuple(int(part.weights) for part in question.parts)
-                  if _has_layers_as_parts(question) else (), capacity_of=rooms or msgspec.UNSET)
-
-
-def _has_layers_as_parts(question: Question) -> bool:
-    return len(question.parts) == question.stages[-1][1]
-
-
-def _totals(
-    question: Question, ranges: Sequence[LayerRange], amount: Callable[[Part], Any]
-) -> tuple[int, ...]:
-    """Return an amount of all parts within each of the ranges of layers."""
-    return tuple(
-        int(sum(amount(part) for part in question.parts if first <= part.first and part.end <= end))
-        for first, end in ranges
-    )
+def _measure_period(schedule: Schedule) -> int:
+    """Return the period of the ops, which may be shorter than the solution says."""
+    programs = list(map(schedule.ops, schedule.members))
+    starts = [program[0].start_ticks for program in programs]
+    ends = [program[-1].end_ticks for program in programs]
+    if schedule.optimizer == "synchronous":
+        return max(ends) - min(starts)
+    return max(end - start for start, end in zip(starts, ends, strict=True))

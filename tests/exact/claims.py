@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from slipstream.planner import NoPlanError, PlanOptions, normalised, parse_job
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.budget import Budget
-from slipstream.planner.model.from_job import has_exact_units
+from slipstream.planner.model.from_job import build_grid, has_exact_units
 from slipstream.planner.placement import find_placement
 from slipstream.planner.plan import plan_only
-from slipstream.schedules.schedule import Schedule, Worker
+from slipstream.schedules.schedule import Schedule, Scope, Worker
 from tests.exact.answer import Answer, answer
 from tests.exact.generate import Case
 from tests.exact.model import EFFORT
@@ -19,9 +19,13 @@ from tests.exact.question import read_question
 
 STEPS = 20_000
 WITNESS_STEPS = 10 * STEPS
-"""Steps in which the witness may prove a bound again; it knows no plan to begin with."""
+"""Steps in which the witness, which knows no plan, may prove a bound again."""
 ROUNDING = Fraction(1, 10**9)
 """Relative difference by which a decimal number of seconds may differ from an exact one."""
+
+
+UNKNOWN = Answer(lower=Fraction(0), upper=None, schedule=None)
+"""Answer of a question that was not asked."""
 
 
 class Verdict(NamedTuple):
@@ -68,8 +72,13 @@ def plan_case(case: Case, *, steps: int = STEPS, seed: int = 0) -> Schedule:
 def ask(case: Case, scope: str, at_most: Fraction | None, effort: float = EFFORT) -> Answer:
     """Ask the reference for a case's shortest period in a scope."""
     if scope == "any placement":
-        return answer_any_placement(case.job, backward=case.backward, optimizer=case.optimizer,
-                                    at_most=at_most, effort=effort)
+        return answer_any_placement(
+            case.job,
+            backward=case.backward,
+            optimizer=case.optimizer,
+            at_most=at_most,
+            effort=effort,
+        )
     question = read_question(
         case.job, case.failed, scope=scope, backward=case.backward, optimizer=case.optimizer
     )
@@ -89,29 +98,37 @@ def judge(case: Case, *, steps: int = STEPS, seed: int = 0, effort: float = EFFO
         )
         return Verdict(case, None, found, wrong)
     except Exception as error:
-        return Verdict(case, None, Answer(lower=Fraction(0), upper=None, schedule=None),
-                       {"crash": f"{type(error).__name__}: {error}"})
+        return Verdict(case, None, UNKNOWN, {"crash": f"{type(error).__name__}: {error}"})
     period, bound = (
         _seconds(schedule, schedule.period_ticks),
         _seconds(schedule, schedule.lower_bound_ticks),
     )
+    if schedule.scope is not Scope.PLACEMENT and schedule.grid != build_grid(parse_job(case.text)):
+        # Its placement is not the job's, which the reference knows: nothing is compared.
+        return Verdict(case, schedule, UNKNOWN, {})
     found = ask(case, schedule.scope.value, period * (1 + ROUNDING), effort)
     wrong = dict(_wrong_claims(schedule, found, period, bound, _rounding(case, schedule)))
     return Verdict(case, schedule, found, wrong)
 
 
 def _rounding(case: Case, schedule: Schedule) -> Fraction:
-    """Return by how many seconds a file's times, rounded up to ticks, may lengthen its ops in all.
+    """Return the seconds that rounding to ticks may add to all ops of a file.
 
     The witness proves a bound for the times of the file.
     """
     if has_exact_units(parse_job(case.text), [Worker(*worker) for worker in case.failed]):
         return Fraction(0)
-    return _seconds(schedule, sum(len(schedule.programs[seat.program]) for seat in schedule.seats))
+    # A time is rounded up to a tick, and once more when it is that of a slow worker.
+    ticks = Fraction(0)
+    for seat in schedule.seats:
+        factor = Fraction(schedule.times.per_mille_of.get(seat.worker, 1000), 1000)
+        ticks += len(schedule.programs[seat.program]) * (factor + 1)
+    return _seconds(schedule, ticks)
 
 
-def _wrong_claims(schedule: Schedule, found: Answer, period: Fraction, bound: Fraction,
-                  rounding: Fraction) -> Any:
+def _wrong_claims(
+    schedule: Schedule, found: Answer, period: Fraction, bound: Fraction, rounding: Fraction
+) -> Any:
     scope = schedule.scope.value
     if found.is_impossible or period * (1 + ROUNDING) < found.lower:
         yield (

@@ -50,8 +50,11 @@ class Case(NamedTuple):
     @property
     def options(self) -> list[str]:
         """Options of `slipstream plan` that ask the question."""
-        asked = {"roles": ["--normalise"], "any layers": ["--layers", "move", "--from-checkpoint"],
-                 "any placement": ["--placement", "any"]}
+        asked = {
+            "roles": ["--normalise"],
+            "any layers": ["--layers", "move", "--from-checkpoint"],
+            "any placement": ["--placement", "any"],
+        }
         down = [
             option
             for pipeline, column in self.failed
@@ -75,7 +78,7 @@ class Case(NamedTuple):
 def toml(value: Any) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f'"{key}" = {toml(one)}' for key, one in value.items()) + "}"
+        return "{" + ", ".join(f'"{key}" = {toml(entry)}' for key, entry in value.items()) + "}"
     if isinstance(value, bool | str):
         return repr(value).lower() if isinstance(value, bool) else f'"{value}"'
     return repr(list(value) if isinstance(value, tuple) else value)
@@ -116,8 +119,11 @@ class _Draw:
         chances = self._chance
         placement, depth = self._placement()
         layers = sum(placement.get("layers", [1] * depth))
-        job: dict[str, Any] = {"pipelines": self.pipelines, "stages": self.stages,
-                               "microbatches": self._microbatches()}
+        job: dict[str, Any] = {
+            "pipelines": self.pipelines,
+            "stages": self.stages,
+            "microbatches": self._microbatches(),
+        }
         if placement:
             job["placement"] = placement
         job["time"] = self._times(depth)
@@ -138,8 +144,10 @@ class _Draw:
             }
         if self.scope != "any placement" and chances(0.2):
             job["network"] = {"overlap": True}
-        return Case(self.scope, job, self._failures(), "fused" if chances(0.2) else "split",
-                    "synchronous" if chances(0.2) else "staggered")
+        failed = self._failures()
+        backward = "fused" if chances(0.2) else "split"
+        optimizer = "synchronous" if chances(0.2) else "staggered"
+        return Case(self.scope, job, failed, backward, optimizer)
 
     def _chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -151,16 +159,25 @@ class _Draw:
         return [self.random.choice(numbers) for _ in range(length)]
 
     def _microbatches(self) -> int | list[int]:
-        most = self.random.choice((1, 2, 3, 4))
+        largest = self.random.choice((1, 2, 3, 4))
         if self.scope in ("own micro-batches", "any placement") or self._chance(0.5):
-            return most
-        return [self.random.randint(1, most) for _ in range(self.pipelines)]
+            return largest
+        return [self.random.randint(1, largest) for _ in range(self.pipelines)]
 
     def _placement(self) -> tuple[dict[str, Any], int]:
         """Return the table `[placement]` and the number of stages that a micro-batch passes."""
         random = self.random
-        order = random.choice(("linear", "linear", "linear", "interleaved", "v", "list",
-                               *([] if self.stages % 2 else ["bidirectional"] * 2)))
+        order = random.choice(
+            (
+                "linear",
+                "linear",
+                "linear",
+                "interleaved",
+                "v",
+                "list",
+                *([] if self.stages % 2 else ["bidirectional"] * 2),
+            )
+        )
         chunks = random.choice((1, 2)) if order in ("interleaved", "v", "list") else 1
         depth = self.stages * chunks
         placement: dict[str, Any] = {} if order == "linear" else {"order": order}
@@ -171,7 +188,8 @@ class _Draw:
         if chunks > 1:
             placement["chunks"] = chunks
         cut = self.scope in ("layers in place", "any placement") or (
-            self.scope in ("roles", "any layers") and self._chance(0.5))
+            self.scope in ("roles", "any layers") and self._chance(0.5)
+        )
         if cut:
             placement["layers"] = [random.choice((1, 1, 2)) for _ in range(depth)]
         return placement, depth

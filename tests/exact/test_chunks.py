@@ -20,7 +20,7 @@ EFFORT = 0.2
 
 
 def draw_cases(scope: str, first: int) -> Iterator[tuple[Case, Problem]]:
-    """Draw jobs of which a worker holds two stages and has little memory, with their problems."""
+    """Draw jobs whose workers hold two stages in little memory, with their problems."""
     for seed in count(first):
         case = draw_case(seed, scope)
         has_chunks = case.job.get("placement", {}).get("chunks", 1) > 1
@@ -29,15 +29,23 @@ def draw_cases(scope: str, first: int) -> Iterator[tuple[Case, Problem]]:
         failed = [Worker(*worker) for worker in case.failed]
         try:
             problem = build_problem(
-                parse_job(case.text), failed, backward=case.backward, optimizer=case.optimizer,
-                sharing=scope != SCOPES[0], down=True)
+                parse_job(case.text),
+                failed,
+                backward=case.backward,
+                optimizer=case.optimizer,
+                sharing=scope != SCOPES[0],
+                down=True,
+            )
         except NoPlanError:
             continue
         yield case, problem
 
 
 def require_true_bounds(scope: str, first: int, jobs: int) -> None:
-    """Compare the bounds of some jobs with schedules of the reference, and require one to be met."""
+    """Compare the bounds of some jobs with schedules of the reference.
+
+    At least one bound must be met.
+    """
     met = 0
     for case, problem in islice(draw_cases(scope, first), jobs):
         found = ask(case, scope, None, EFFORT)

@@ -27,8 +27,13 @@ def draw_bounds(first: int) -> Iterator[tuple[Case, Problem, Fraction]]:
         failed = [Worker(*worker) for worker in case.failed]
         try:
             problem = build_problem(
-                parse_job(case.text), failed, backward=case.backward, optimizer=case.optimizer,
-                sharing=True, down=True)
+                parse_job(case.text),
+                failed,
+                backward=case.backward,
+                optimizer=case.optimizer,
+                sharing=True,
+                down=True,
+            )
         except NoPlanError:
             continue
         if not runs_whole_units(problem):
@@ -36,25 +41,34 @@ def draw_bounds(first: int) -> Iterator[tuple[Case, Problem, Fraction]]:
         for root in sorted(set(problem.reduction_root)):
             columns = [column for column, tied in enumerate(problem.reduction_root) if tied == root]
             ticks = column_work(problem, columns)
-            if any(map(problem.grid.stages_of_column, columns)) and ticks > _divided(problem, columns):
+            if any(map(problem.grid.stages_of_column, columns)) and ticks > _divided(
+                problem, columns
+            ):
                 yield case, problem, ticks
 
 
 def _divided(problem: Problem, columns: list[int]) -> Fraction:
-    """Return the mean work of the workers of some columns, their A and O included: lemma 1 alone."""
+    """Return the mean work of the workers of some columns, A and O included.
+
+    This is lemma 1 alone.
+    """
     work = sum(
         problem.usual_ticks(kind, stage)
         for microbatches in problem.grid.microbatches
         for microbatch in range(microbatches)
         for stage in problem.grid.stages_of_microbatch(microbatch)
         if problem.column_of[stage] in columns
-        for kind in problem.op_kinds)
+        for kind in problem.op_kinds
+    )
     workers = sum(len(problem.live_pipelines_by_column[column]) for column in columns)
     return Fraction(work, workers) + min(map(problem.column_closing_ticks, columns))
 
 
 def require_true_bounds(first: int, jobs: int) -> None:
-    """Compare the bounds of some jobs with schedules of the reference, and require one to be met."""
+    """Compare the bounds of some jobs with schedules of the reference.
+
+    At least one bound must be met.
+    """
     met = 0
     for case, problem, ticks in islice(draw_bounds(first), jobs):
         found = ask(case, SCOPE, None, EFFORT)

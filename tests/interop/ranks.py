@@ -1,9 +1,11 @@
-"""One rank of PyTorch's own pipeline runtime: it runs given orders, and compares gradients with one process.
+"""One rank of PyTorch's own pipeline runtime.
+
+It runs given orders, and compares gradients with one process.
 
     python -m tests.interop.ranks RANK FOLDER
 
-FOLDER holds linear.csv and linear-comms.csv for 3 ranks of one stage, and v.csv and v-comms.csv for 2 ranks of two.
-Each rank leaves a profile of the first run there. Exits 0 when all gradients agree.
+FOLDER holds linear.csv and linear-comms.csv for 3 ranks of one stage, and v.csv and v-comms.csv for
+2 ranks of two. Each rank leaves a profile of the first run there. Exits 0 when all gradients agree.
 """
 
 import sys
@@ -16,7 +18,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.profiler import ProfilerActivity, profile
 
-WIDTH, MICROBATCHES, BATCH = 8, 4, 2
+WIDTH = 8
+MICROBATCHES = 4
+BATCH = 2
+"""Samples of a micro-batch."""
 
 
 def layers(count: int) -> list[nn.Module]:
@@ -27,7 +32,9 @@ def layers(count: int) -> list[nn.Module]:
 def text() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     rows = MICROBATCHES * BATCH
-    return torch.randn(rows, WIDTH, dtype=torch.float64), torch.randn(rows, WIDTH, dtype=torch.float64)
+    return torch.randn(rows, WIDTH, dtype=torch.float64), torch.randn(
+        rows, WIDTH, dtype=torch.float64
+    )
 
 
 def expected(count: int) -> list[torch.Tensor]:
@@ -39,28 +46,39 @@ def expected(count: int) -> list[torch.Tensor]:
 
 def stages(mine: list[int], count: int, group: dist.ProcessGroup) -> list[PipelineStage]:
     model = layers(count)
-    return [PipelineStage(model[index], index, count, torch.device("cpu"), group=group) for index in mine]
+    return [
+        PipelineStage(model[index], index, count, torch.device("cpu"), group=group)
+        for index in mine
+    ]
 
 
-def check_step(schedule, held: list[PipelineStage], mine: list[int], count: int) -> None:
+def check_step(schedule, pipeline_stages: list[PipelineStage], mine: list[int], count: int) -> None:
     """Run a step by a schedule of torch's. Its gradients are those of one process."""
     value, target = text()
-    schedule.step(*([value] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
-    for stage in held:
-        torch.testing.assert_close(stage.submod[0].weight.grad, expected(count)[stage.stage_index], rtol=0, atol=1e-12)
+    schedule.step(
+        *([value] if 0 in mine else []), **({"target": target} if count - 1 in mine else {})
+    )
+    for stage in pipeline_stages:
+        torch.testing.assert_close(
+            stage.submod[0].weight.grad, expected(count)[stage.stage_index], rtol=0, atol=1e-12
+        )
 
 
 def run(path: Path, form: str, mine: list[int], count: int, group: dist.ProcessGroup) -> None:
-    held = stages(mine, count, group)
-    schedule = _PipelineScheduleRuntime(held, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    pipeline_stages = stages(mine, count, group)
+    schedule = _PipelineScheduleRuntime(
+        pipeline_stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
+    )
     schedule._load_csv(str(path), format=form)
-    check_step(schedule, held, mine, count)
+    check_step(schedule, pipeline_stages, mine, count)
 
 
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=3)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=3
+    )
     everyone, two = dist.group.WORLD, dist.new_group([0, 1])
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run(folder / "linear.csv", "compute_only", [rank], 3, everyone)

@@ -1,5 +1,7 @@
-"""Our layouts in Megatron Core, whose own class reads and validates them: `make neighbours`
-installs it."""
+"""Megatron Core reads and validates our layouts.
+
+`make neighbours` installs it.
+"""
 
 import importlib.util
 import json
@@ -43,9 +45,15 @@ json.dump(answers, sys.stdout)
 def grid_of(counts: Sequence[int], ranks: int) -> Grid:
     """A grid whose stages have these numbers of layers, assigned to ranks in turn."""
     edges = prefix_sums(counts)
-    return Grid(pipelines=1, columns=ranks, microbatches=(4 * ranks,), stages=tuple(
-        VirtualStage(column=stage % ranks, layers=layers)
-        for stage, layers in enumerate(pairwise(edges))))
+    return Grid(
+        pipelines=1,
+        columns=ranks,
+        microbatches=(4 * ranks,),
+        stages=tuple(
+            VirtualStage(column=stage % ranks, layers=layers)
+            for stage, layers in enumerate(pairwise(edges))
+        ),
+    )
 
 
 def drawn_settings(rng: random.Random) -> Iterator[tuple[tuple[int, ...], MegatronSettings]]:
@@ -65,11 +73,15 @@ def drawn_settings(rng: random.Random) -> Iterator[tuple[tuple[int, ...], Megatr
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FOLDER.is_dir() and importlib.util.find_spec("megatron") is None,
-                    reason="megatron-core is not installed: make neighbours")
+@pytest.mark.skipif(
+    not FOLDER.is_dir() and importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: make neighbours",
+)
 def test_megatron_core_reads_the_stages_of_our_layouts():
-    """Those of recipes, and 300 drawn ones, with embedding and head as layers or not, and with
-    prediction."""
+    """Layouts of recipes and 300 drawn ones are read.
+
+    Embedding and head are layers or not, and some predict further tokens.
+    """
     cases = list(islice(drawn_settings(random.Random(0)), 300))
     for layout, ranks in zip(RECIPES, (2, 8, 16, 4, 4, 2), strict=True):
         stages = read_layout("layout", layout)
@@ -77,8 +89,14 @@ def test_megatron_core_reads_the_stages_of_our_layouts():
         cases.append((counts, build_settings(grid_of(counts, ranks), "".join(stages).count("t"))))
     sent = json.dumps([settings._asdict() for _, settings in cases])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(FOLDER)])}
-    done = subprocess.run([sys.executable, "-c", READ], input=sent, capture_output=True, text=True,
-                          timeout=TIMEOUT_SECONDS, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        input=sent,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     for (counts, settings), stages in zip(cases, json.loads(done.stdout), strict=True):
         assert tuple(map(len, stages)) == counts

@@ -16,8 +16,10 @@ FOLDER = Path(__file__).parents[2] / "out" / "neighbours" / "nemo-automodel"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FOLDER.is_dir() and importlib.util.find_spec("nemo_automodel") is None,
-                    reason="nemo-automodel is not installed: make neighbours")
+@pytest.mark.skipif(
+    not FOLDER.is_dir() and importlib.util.find_spec("nemo_automodel") is None,
+    reason="nemo-automodel is not installed: make neighbours",
+)
 def test_its_own_schedules_of_our_orders_have_the_gradients_of_one_process(tmp_path, monkeypatch):
     for name, job in (("linear", grid(1, 3, 4)), ("v", grid(1, 2, 4, more=V_SHAPE))):
         (tmp_path / f"{name}.csv").write_text(order_of(job)[0])

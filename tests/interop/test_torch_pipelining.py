@@ -41,35 +41,51 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_torch_runs_our_orders_with_the_gradients_of_one_process(folder):
-    """Linear and V-shaped, with torch's communication and with ours; the ranks themselves compare."""
+    """Torch runs linear and V-shaped orders, with its communication and with ours.
+
+    The ranks themselves compare gradients with one process.
+    """
     assert (folder / "rank2.json.gz").exists()
 
 
 def test_profiles_of_torch_give_stage_times(folder):
-    ranges = [one for rank in range(3) for one in read_ranges(folder / f"rank{rank}.json.gz")]
-    kinds = Counter((one.kind, one.stage) for one in ranges)
-    assert kinds == {(kind, stage): 4 for kind in (OpKind.F, OpKind.I, OpKind.W) for stage in range(3)}
+    ranges = [range_ for rank in range(3) for range_ in read_ranges(folder / f"rank{rank}.json.gz")]
+    kinds = Counter((range_.kind, range_.stage) for range_ in ranges)
+    assert kinds == {
+        (kind, stage): 4 for kind in (OpKind.F, OpKind.I, OpKind.W) for stage in range(3)
+    }
     times, microbatches, whole = stage_times(ranges, "trace")
     assert microbatches == 4 and not whole
-    assert all(len(values) == 3 and all(0 < value < 60 for value in values) for values in times.values())
-    with pytest.raises(ProfilerTraceError, match="no F of stage 0, but ops of stage 2; give the traces of all ranks"):
+    for values in times.values():
+        assert len(values) == 3 and all(0 < value < 60 for value in values)
+    with pytest.raises(
+        ProfilerTraceError,
+        match="no F of stage 0, but ops of stage 2; give the traces of all ranks",
+    ):
         stage_times(read_ranges(folder / "rank2.json.gz"), "rank2.json.gz")
 
 
 def compute_ops(text: str) -> list[list[tuple[OpKind, int, int]]]:
     """Kind, stage and micro-batch of each rank's compute ops."""
-    rows = [[re.fullmatch(r"(\d+)([FIBW])(\d+)", cell) for cell in row] for row in csv.reader(text.splitlines())]
-    return [[(OpKind(op[2]), int(op[1]), int(op[3])) for op in row if op is not None] for row in rows]
+    rows = []
+    for cells in csv.reader(text.splitlines()):
+        ops = [re.fullmatch(r"(\d+)([FIBW])(\d+)", cell) for cell in cells]
+        rows.append([(OpKind(op[2]), int(op[1]), int(op[3])) for op in ops if op is not None])
+    return rows
 
 
 @settings(max_examples=40)
 @given(schedules(max_chunks=2))
 def test_an_order_comes_back_as_it_was_written(schedule):
     assume(schedule.grid.chains == 1)
-    whole = [pipeline for pipeline in range(schedule.grid.pipelines)
-             if all(Worker(pipeline, column) in schedule.player_of for column in range(schedule.grid.columns))
-             and not any(op.pipeline is not None for seat in schedule.seats if seat.role.pipeline == pipeline
-                         for op in schedule.programs[seat.program])]
+    whole = []
+    for pipeline in range(schedule.grid.pipelines):
+        roles = [Worker(pipeline, column) for column in range(schedule.grid.columns)]
+        seats = [seat for seat in schedule.seats if seat.role.pipeline == pipeline]
+        ops = [op for seat in seats for op in schedule.programs[seat.program]]
+        is_alone = all(op.pipeline is None for op in ops)
+        if is_alone and all(role in schedule.player_of for role in roles):
+            whole.append(pipeline)
     for pipeline in range(schedule.grid.pipelines):
         if pipeline not in whole:
             with pytest.raises(ExportError, match="torch's runtime"):

@@ -1,4 +1,6 @@
-"""Configurations of torchtitan's Trainer for tests: `--module tests.interop.titan_config --config small`."""
+"""Configurations of torchtitan's Trainer for tests: `--module tests.interop.titan_config --config
+small`.
+"""
 
 import os
 import time
@@ -45,7 +47,10 @@ def small() -> Trainer.Config:
 
 
 def small_experts() -> Trainer.Config:
-    """A small DeepSeek V3 of a dense layer and two of experts, whose bias moves fast."""
+    """A small DeepSeek V3 of a dense layer and two of experts.
+
+    Their bias moves fast.
+    """
     spec = deepseek_v3.model_registry("debugmodel")
     del spec.model.layers[3:]
     for layer in spec.model.layers[1:]:
@@ -59,13 +64,26 @@ def _training(spec: ModelSpec) -> Trainer.Config:
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return Trainer.Config(
-        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size), model_spec=spec, hf_assets_path=assets,
-        optimizer=default_adamw(lr=8e-4), activation_checkpoint=None,
+        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        model_spec=spec,
+        hf_assets_path=assets,
+        optimizer=default_adamw(lr=8e-4),
+        activation_checkpoint=None,
         lr_scheduler=LRSchedulersContainer.Config(**SCHEDULE),
-        training=TrainingConfig(local_batch_size=2, global_batch_size=8, seq_len=16, steps=20, max_norm=1.0,
-                                dtype=dtype, mixed_precision_param=dtype, mixed_precision_reduce=dtype),
+        training=TrainingConfig(
+            local_batch_size=2,
+            global_batch_size=8,
+            seq_len=16,
+            steps=20,
+            max_norm=1.0,
+            dtype=dtype,
+            mixed_precision_param=dtype,
+            mixed_precision_reduce=dtype,
+        ),
         debug=DebugConfig(seed=42),
         dataloader=SlowData.Config(dataset="c4_test", dataset_path=f"{assets}/data"),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
-        checkpoint=CheckpointManager.Config(enable=True, interval=100, last_save_model_only=False,
-                                            initial_load_model_only=False))
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=100, last_save_model_only=False, initial_load_model_only=False
+        ),
+    )

@@ -1,8 +1,11 @@
-"""All processes of a run of torchtitan on CPUs, forked from one that has imported it, which takes seconds.
+"""All processes of a run of torchtitan on CPUs.
+
+They are forked from one that has imported it, which takes seconds.
 
     python -m tests.interop.titan_forks COUNT FOLDER FLAG...
 
-FOLDER gets a log and metrics of each rank. Says the exit status of each, as JSON: of one that was killed, -9.
+FOLDER gets a log and metrics of each rank. Says the exit status of each, as JSON: of one that was
+killed, -9.
 """
 
 import json
@@ -21,7 +24,11 @@ def run_rank(rank: int, folder: Path, flags: list[str]) -> None:
         log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TITAN_METRICS": str(folder / f"metrics-{rank}")}
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "TITAN_METRICS": str(folder / f"metrics-{rank}"),
+        }
         sys.argv = ["titan_cpu", "torchtitan.train", *flags]
         titan_cpu.main()
         status = 0

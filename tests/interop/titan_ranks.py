@@ -1,9 +1,12 @@
-"""One rank of torchtitan: it runs exported schedules by their flags, and compares gradients with one process.
+"""One rank of torchtitan.
+
+It runs exported schedules by their flags, and compares gradients with one process.
 
     python -m tests.interop.titan_ranks RANK FOLDER...
 
-Each FOLDER is one that `slipstream export --to torchtitan` wrote, for 2 ranks and a model of 6 decoder layers. The
-whole way is torchtitan's: its command line, meshes, split of the model, and schedule. Exits 0 when all gradients agree.
+Each FOLDER is one that `slipstream export --to torchtitan` wrote, for 2 ranks and a model of 6
+decoder layers. The whole way is torchtitan's: its command line, meshes, split of the model, and
+schedule. Exits 0 when all gradients agree.
 """
 
 import shlex
@@ -53,20 +56,41 @@ def expected(config: Any) -> dict[str, torch.Tensor]:
 
 
 def run(folder: Path) -> None:
-    config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel",
-                                         *shlex.split((folder / "flags").read_text())])
-    for layer in config.model_spec.model.layers:  # one document a sample, whose mask need not be given
+    config = ConfigManager().parse_args(
+        [
+            "--module",
+            "llama3",
+            "--config",
+            "llama3_debugmodel",
+            *shlex.split((folder / "flags").read_text()),
+        ]
+    )
+    # One document a sample, whose mask need not be given.
+    for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.parallelism = replace(config.parallelism, spmd_backend="partial_dtensor")  # plain tensors on CPUs
+    # Plain tensors on CPUs.
+    config.parallelism = replace(config.parallelism, spmd_backend="partial_dtensor")
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     schedule, parts, first, last = pipeline_llm(
-        model(config), parallel_dims=dims, training=config.training, parallelism=config.parallelism,
-        compile_config=config.compile, ac_config=config.activation_checkpoint, dump_folder="",
-        device=torch.device("cpu"), model_config=config.model_spec.model, parallelize_fn=lambda part, **_: part,
-        loss_fn=loss)
+        model(config),
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=config.model_spec.model,
+        parallelize_fn=lambda part, **_: part,
+        loss_fn=loss,
+    )
     value, target = tokens(config.training.local_batch_size, config.model_spec.model.vocab_size)
-    schedule.step(*([value] if first else []), target=target if last else None, losses=[] if last else None,
-                  return_outputs=False)
+    schedule.step(
+        *([value] if first else []),
+        target=target if last else None,
+        losses=[] if last else None,
+        return_outputs=False,
+    )
     wanted = expected(config)
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -79,7 +103,9 @@ def run(folder: Path) -> None:
 def main() -> None:
     rank, folders = int(sys.argv[1]), list(map(Path, sys.argv[2:]))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folders[0].parent / 'meet'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folders[0].parent / 'meet'}", rank=rank, world_size=2
+    )
     for folder in folders:
         run(folder)
     dist.barrier()

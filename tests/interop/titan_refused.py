@@ -1,4 +1,6 @@
-"""Configurations of torchtitan's Trainer that a run refuses: `--module tests.interop.titan_refused --config lora`."""
+"""Configurations of torchtitan's Trainer that a run refuses: `--module tests.interop.titan_refused
+--config lora`.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -25,7 +27,9 @@ def _of(spec):
 
 
 def lora():
-    return _of(llama3.model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4, alpha=8.0)]))
+    return _of(
+        llama3.model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4, alpha=8.0)])
+    )
 
 
 def fused_collectives():
@@ -58,8 +62,9 @@ class Float8(Linear):
 def float8():
     config, titans_float8.Float8Linear = small(), Float8
     head = config.model_spec.model.lm_head
-    config.model_spec.model.lm_head = Float8.Config(**{one.name: getattr(head, one.name) for one in fields(head)
-                                                       if one.init})
+    config.model_spec.model.lm_head = Float8.Config(
+        **{field.name: getattr(head, field.name) for field in fields(head) if field.init}
+    )
     return config
 
 
@@ -103,5 +108,11 @@ class OwnConfig(Trainer.Config):
 
 
 def own_trainer():
-    given = small()
-    return OwnConfig(**{one.name: getattr(given, one.name) for one in fields(given) if one.init})
+    trainer_config = small()
+    return OwnConfig(
+        **{
+            field.name: getattr(trainer_config, field.name)
+            for field in fields(trainer_config)
+            if field.init
+        }
+    )

@@ -1,4 +1,6 @@
-"""Configurations of torchtitan's Trainer in two replicas, and of ours in two pipelines of two stages.
+"""Configurations of torchtitan's Trainer and of ours.
+
+Its Trainer has two replicas, ours two pipelines of two stages.
 
     --module tests.interop.titan_rerouted --config llama3
 
@@ -32,21 +34,27 @@ class MortalTrainer(ReroutedTrainer):
 
 
 def _in_replicas(config: Trainer.Config) -> Trainer.Config:
-    """Two replicas, of four micro-batches of one sample each: experts compute in bfloat16, so sizes matter."""
+    """Two replicas, of four micro-batches of one sample each.
+
+    Experts compute in bfloat16, so sizes matter.
+    """
     config.training.local_batch_size, config.training.global_batch_size = 1, 8
     config.training.steps, config.training.disable_cuda_graphs = 6, True
     config.parallelism.data_parallel_replicate_degree = 2
     config.parallelism.spmd_backend = "partial_dtensor"
-    config.checkpoint = CheckpointManager.Config(enable=True, load_only=True,
-                                                    initial_load_path=os.environ["TITAN_BEGIN"])
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, load_only=True, initial_load_path=os.environ["TITAN_BEGIN"]
+    )
     return config
 
 
 def _rerouted(config: Trainer.Config) -> MortalTrainer.Config:
     config.parallelism.pipeline_parallel_degree = 2
     config.training.local_batch_size, config.training.global_batch_size = 4, -1
-    given = reroute(config, os.environ["TITAN_TABLE"], os.environ.get("TITAN_FAILED", ""))
-    return MortalTrainer.Config(**{field.name: getattr(given, field.name) for field in fields(given)})
+    trainer_config = reroute(config, os.environ["TITAN_TABLE"], os.environ.get("TITAN_FAILED", ""))
+    return MortalTrainer.Config(
+        **{field.name: getattr(trainer_config, field.name) for field in fields(trainer_config)}
+    )
 
 
 def llama3() -> Trainer.Config:

@@ -4,7 +4,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-CLUSTERS, PLANNING = (Path(__file__).parents[2] / "docs" / name for name in ("clusters.md", "planning.md"))
+CLUSTERS, PLANNING = (
+    Path(__file__).parents[2] / "docs" / name for name in ("clusters.md", "planning.md")
+)
 
 
 def blocks(heading: str, language: str, page: Path = CLUSTERS) -> list[str]:

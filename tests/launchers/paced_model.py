@@ -1,4 +1,7 @@
-"""A model of four small layers that waits in each forward: a run takes no processor time from what starts beside it."""
+"""A model of four small layers that waits in each forward.
+
+A run takes no processor time from what starts beside it.
+"""
 
 import time
 
@@ -21,15 +24,19 @@ class Model:
 
     layers = 4
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config, self.seed, self.dtype, self.device = config, seed, dtype, device
 
     def build(self, layer: int) -> nn.Module:
         width, words = self.config.width, self.config.vocabulary
         with seeded(derive_seed("parameters", self.seed, layer)):
-            made = {0: lambda: nn.Embedding(words, width), 3: lambda: nn.Linear(width, words)}.get(
-                layer, lambda: Paced(width, width))()
-        return made.to(self.dtype)
+            make_layer = {
+                0: lambda: nn.Embedding(words, width),
+                3: lambda: nn.Linear(width, words),
+            }.get(layer, lambda: Paced(width, width))()
+        return make_layer.to(self.dtype)
 
     def loss(self, logits, tokens):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())

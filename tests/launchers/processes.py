@@ -19,9 +19,15 @@ def with_variable(name: str, value: str) -> list[int]:
 
 
 def launcher(among: Iterable[int], variable: str, number: int) -> int:
-    """The first process of `slipstream train` that has a number: that of node 0 has another one below it."""
-    found = [pid for pid in among if any(word.startswith(b"slipstream node ") for word in _words(pid)[:1])
-             and environment_of(pid).get(variable) == str(number)]
+    """The first process of `slipstream train` that has a number.
+
+    That of node 0 has another one below it.
+    """
+    found = []
+    for pid in among:
+        has_title = any(word.startswith(b"slipstream node ") for word in _words(pid)[:1])
+        if has_title and environment_of(pid).get(variable) == str(number):
+            found.append(pid)
     (first,) = [pid for pid in found if parent(pid) not in found]
     return first
 

@@ -1,4 +1,7 @@
-"""A real Open MPI runs the command line of docs/clusters.md, and what it says of failures is so."""
+"""A real Open MPI runs the command line of docs/clusters.md.
+
+What the page says of failures is so.
+"""
 
 import os
 import secrets
@@ -18,14 +21,22 @@ from tests.launchers.processes import kill_all, launcher, wait_until, with_varia
 from tests.runtime.processes.torchrun import losses_in_lines
 from tests.runtime.running import command_environment, free_port, losses_in
 
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun: not installed (make launchers)"),
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("mpirun") is None, reason="mpirun: not installed (make launchers)"
+    ),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(600),
+]
 MARK = "SLIPSTREAM_TEST_RUN"
 
 
 class Run:
-    """The documented command. Paths are this test's; node 0 and the end of the processes are not waited for as long."""
+    """The documented command.
+
+    Paths are this test's; node 0 and the end of the processes are not waited for as long.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.out, self._folder, self._log = folder / "out", folder, folder / "log"
@@ -35,21 +46,42 @@ class Run:
         secret = folder / "secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))
-        self._script = replaced(blocks("mpirun", "sh")[0], {
-            "~/secret": str(secret), "/shared/run": str(self.out), "=29500": f"={free_port()}",
-            "sigkill_timeout 25": "sigkill_timeout 5", "--out": "--coordinator-timeout 5 --out"})
-        self._environment = {**command_environment(), MARK: self._mark, "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        self._script = replaced(
+            blocks("mpirun", "sh")[0],
+            {
+                "~/secret": str(secret),
+                "/shared/run": str(self.out),
+                "=29500": f"={free_port()}",
+                "sigkill_timeout 25": "sigkill_timeout 5",
+                "--out": "--coordinator-timeout 5 --out",
+            },
+        )
+        self._environment = {
+            **command_environment(),
+            MARK: self._mark,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         del self._environment[SECRET_VARIABLE]  # the command says where the secret is
 
     def start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
-            return subprocess.Popen(["bash", "-c", self._script], cwd=self._folder, env=self._environment,
-                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return subprocess.Popen(
+                ["bash", "-c", self._script],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def mpirun(self) -> int:
-        (found,) = [pid for pid in self.processes() if Path(f"/proc/{pid}/comm").read_text().startswith("mpirun")]
+        (found,) = [
+            pid
+            for pid in self.processes()
+            if Path(f"/proc/{pid}/comm").read_text().startswith("mpirun")
+        ]
         return found
 
     def rank(self, number: int) -> int:
@@ -76,12 +108,14 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path)
-    yield made
-    kill_all(made.processes())
+    run_ = Run(tmp_path)
+    yield run_
+    kill_all(run_.processes())
 
 
-def test_the_run_goes_on_when_a_process_is_killed_and_ends_with_a_checkpoint_when_mpirun_is_told_to(run):
+def test_the_run_goes_on_when_a_process_is_killed_and_ends_with_a_checkpoint_when_mpirun_is_told_to(
+    run,
+):
     """Then it goes on from there, until node 0 is killed."""
     run.start()
     run.trains_on(5)

@@ -1,4 +1,7 @@
-"""A real SLURM runs the batch script of docs/clusters.md, and what it says of failures is so."""
+"""A real SLURM runs the batch script of docs/clusters.md.
+
+What the page says of failures is so.
+"""
 
 import os
 import secrets
@@ -15,9 +18,12 @@ from tests.launchers.processes import wait_until
 from tests.runtime.processes.torchrun import losses_in_lines
 from tests.runtime.running import losses_in
 
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,10 @@ def run(tmp_path_factory):
 
 
 class Run:
-    """The documented batch script, and its job. Paths are this test's, and node 0 is not waited for as long."""
+    """The documented batch script, and its job.
+
+    Paths are this test's, and node 0 is not waited for as long.
+    """
 
     def __init__(self, cluster: slurm.Cluster, folder: Path) -> None:
         self.cluster, self.job, self.out = cluster, "", folder / "out"
@@ -37,17 +46,36 @@ class Run:
         secret = folder / "secret"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))
-        (folder / "script.sh").write_text(replaced(blocks("SLURM", "sh")[0], {
-            "~/secret": str(secret), "/shared/run": str(self.out), "--out": "--coordinator-timeout 60 --out"}))
+        (folder / "script.sh").write_text(
+            replaced(
+                blocks("SLURM", "sh")[0],
+                {
+                    "~/secret": str(secret),
+                    "/shared/run": str(self.out),
+                    "--out": "--coordinator-timeout 60 --out",
+                },
+            )
+        )
 
     def submit(self) -> None:
         """Options of a command line go before those of a script."""
         self.job = self.cluster.command(
-            "sbatch", "--parsable", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1",
-            f"--chdir={self._folder}", f"--output={self._log}", str(self._folder / "script.sh"))
+            "sbatch",
+            "--parsable",
+            "--nodes=3",
+            "--ntasks-per-node=1",
+            "--gpus-per-node=0",
+            "--cpus-per-task=1",
+            f"--chdir={self._folder}",
+            f"--output={self._log}",
+            str(self._folder / "script.sh"),
+        )
 
     def start_again(self) -> Checkpoint:
-        """Once it is in the queue again, where SLURM would let it wait for two minutes; what it will go on from."""
+        """Start a queued job again, and return what it will go on from.
+
+        SLURM would let it wait for two minutes.
+        """
         self.wait_for_state("PENDING")
         found = open_latest(self.out / "checkpoints")
         assert found is not None, self.said()
@@ -89,11 +117,13 @@ def test_the_run_goes_on_when_tasks_are_killed_and_when_a_machine_is_lost(run):
     run.trains_on()
     run.cluster.lose_node(2)
     run.trains_on()
-    assert run.cluster.state(run.job) == "RUNNING" and run.cluster.nodes_of(run.job) == "n[0-1]", run.said()
+    assert run.cluster.state(run.job) == "RUNNING" and run.cluster.nodes_of(run.job) == "n[0-1]", (
+        run.said()
+    )
 
 
 def test_the_run_goes_on_when_it_is_queued_again_also_because_the_first_machine_is_lost(run):
-    """The first time by `scontrol requeue`, the second time by the tasks of the other machines."""
+    # It is by `scontrol requeue` first, then by the tasks of the other machines.
     run.cluster.start_node(2)
     run.cluster.command("scontrol", "requeue", run.job)
     newest = run.start_again()

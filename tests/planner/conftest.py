@@ -3,4 +3,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_clock(counted_steps: None) -> None:
-    """No plan depends on how fast the machine is, but where a test is marked `real_clock`, or starts processes."""
+    """Plans do not depend on how fast the machine is.
+
+    Exceptions are tests that are marked `real_clock`, or start processes.
+    """

@@ -1,4 +1,6 @@
-"""Schedules of many micro-batches as blocks of fewer: they keep every rule, cost little, and what is too large is said.
+"""Schedules of many micro-batches as blocks of fewer.
+
+They keep every rule, cost little, and what is too large is said.
 """
 
 import msgspec
@@ -38,16 +40,20 @@ GREEDY = PlanOptions(method="greedy", time_limit=0.01)
 
 def in_blocks(job, count, failed=()):
     bound = strongest_bound(build_problem(job, failed))
-    return join_blocks(job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound)
+    return join_blocks(
+        job, [plan_only(GREEDY, block, failed).schedule for block in blocks_of(job, count)], bound
+    )
 
 
 @settings(max_examples=60)
 @given(st.data(), jobs(max_microbatches=12))
 def test_blocks_one_after_the_other_keep_every_rule(data, job):
-    most = min(job.microbatches) // job.chains
-    job = job if most else msgspec.structs.replace(job, microbatches=tuple(job.chains + n for n in job.microbatches))
+    fewest = min(job.microbatches) // job.chains
+    if not fewest:
+        counts = tuple(job.chains + n for n in job.microbatches)
+        job = msgspec.structs.replace(job, microbatches=counts)
     down = data.draw(failures(job))
-    schedule = in_blocks(job, data.draw(st.integers(1, max(1, most))), down)
+    schedule = in_blocks(job, data.draw(st.integers(1, max(1, fewest))), down)
     assert check(schedule) == [] and schedule.grid.microbatches == job.microbatches
     assert schedule.period_ticks >= schedule.lower_bound_ticks
     forwards = sum(op.kind is OpKind.F for op in schedule.all_ops())
@@ -58,7 +64,11 @@ def test_equal_pipelines_share_their_programs_and_their_blocks():
     job = uniform_job(4, 4, 64, capacity=8)
     schedule = in_blocks(job, 4)
     assert len(schedule.programs) == 4 and schedule.gap < 0.25
-    assert [block.microbatches for block in blocks_of(uniform_job(2, 2, 7), 3)] == [(3, 3), (2, 2), (2, 2)]
+    assert [block.microbatches for block in blocks_of(uniform_job(2, 2, 7), 3)] == [
+        (3, 3),
+        (2, 2),
+        (2, 2),
+    ]
 
 
 def test_a_block_costs_one_filling_and_draining():
@@ -70,11 +80,18 @@ def test_a_block_costs_one_filling_and_draining():
 
 
 def test_what_cannot_be_put_together_in_time_is_refused_at_once_with_what_can(monkeypatch):
-    """1,572,864 ops at 10 us each, and a quarter more: 19.7 s. No list schedule of them is begun, which takes 0.5 s."""
+    """A job too large for its time is refused at once with a remedy.
+
+    1,572,864 ops at 10 us each, and a quarter more, take 19.7 s. No list schedule of them is begun,
+    which takes 0.5 s.
+    """
     monkeypatch.setattr(blockwise, "measure_pace", lambda *_: Pace(1e-5, 1e-5))
     clock = StepClock()
-    with pytest.raises(TooLargeError, match=r"65,536 micro-batches.*about 19\.7 s.*about [\d,]+ micro-batches a "
-                                            r"pipeline fit.*--time-limit 41"):
+    with pytest.raises(
+        TooLargeError,
+        match=r"65,536 micro-batches.*about 19\.7 s.*about [\d,]+ micro-batches a "
+        r"pipeline fit.*--time-limit 41",
+    ):
         plan_with(PlanOptions(steps=400_000), uniform_job(4, 8, 65_536, capacity=16), clock=clock)
     assert clock.steps < 40_000
 
@@ -99,19 +116,24 @@ def test_many_micro_batches_are_planned_in_blocks():
         planned.append((block.microbatches[0], seconds))
         return plan_only(GREEDY.with_limit(seconds), block, down).schedule
 
-    schedule = plan_in_blocks(job, Blocks(7, 2.0), strongest_bound(build_problem(job, down)), plan_block)
+    schedule = plan_in_blocks(
+        job, Blocks(7, 2.0), strongest_bound(build_problem(job, down)), plan_block
+    )
     assert planned == [(37, 1.0), (36, 1.0)]
     assert check(schedule) == [] and schedule.gap < 0.05
 
 
 def test_blocks_are_equal_where_the_micro_batches_divide_evenly():
     """One plan does for all blocks then."""
-    assert _even_block_count(5, uniform_job(4, 4, 1024)) == 4 and _even_block_count(7, uniform_job(4, 4, 100)) == 7
+    assert (
+        _even_block_count(5, uniform_job(4, 4, 1024)) == 4
+        and _even_block_count(7, uniform_job(4, 4, 100)) == 7
+    )
 
 
 @pytest.mark.real_clock
 def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_no_grace():
-    """98,304 ops in no time: in blocks within the second of grace, and not at all without it."""
+    # 98,304 ops in no time are blocks within the second of grace, and are not planned without it.
     job, planned = uniform_job(1, 8, 4096, capacity=16), []
 
     def ops_of(job):
@@ -130,7 +152,10 @@ def test_the_pace_of_the_machine_is_measured_once_a_plan_and_the_reference_has_n
 
 
 def test_the_pace_is_not_measured_by_a_part_that_is_hardly_any_ops():
-    """Of 4,096 workers with five down, a twelfth of the micro-batches is a hundredth of the ops, as fewer share them.
+    """A part with a hundredth of the ops does not measure the pace.
+
+    Of 4,096 workers five are down: a twelfth of the micro-batches has so few ops, as fewer workers
+    share them.
 
     255,000 ops were refused for that in 10 s, of which they need 3.
     """
@@ -140,5 +165,8 @@ def test_the_pace_is_not_measured_by_a_part_that_is_hardly_any_ops():
         return sum(piece.problem.operation_count for piece in decompose(build_problem(part, down)))
 
     sample = DEFAULTS.blocks.sample
-    assert ops_of(job) > 10 * sample and ops_of(next(blocks_of(job, ops_of(job) // sample))) < sample / 6
+    assert (
+        ops_of(job) > 10 * sample
+        and ops_of(next(blocks_of(job, ops_of(job) // sample))) < sample / 6
+    )
     assert sample / 2 < ops_of(sample_of(job, ops_of, sample)) < 4 * sample

@@ -1,4 +1,6 @@
-"""`check --bound` is no witness of a lie: each value that a bound reads is changed to help one.
+"""`check --bound` is no witness of a lie.
+
+Each value that a bound reads is changed to help one.
 
 For each kind of plan there is a file whose plan is longer than another plan of the same question.
 It claims a bound that the other plan disproves. Then each value of the file but its ops is changed
@@ -37,8 +39,10 @@ STEPS = 30_000
 OPS = {"programs", "seats", "slices"}
 """Fields that are the plan itself, or are checked with it."""
 OF_THE_PLAN = {"job", "tick_seconds", "period_ticks", "lower_bound_ticks", "status", "method"}
-"""Fields that say how long the plan is and what it claims, which `check` compares with the ops,
-names and units."""
+"""Fields of a plan's length and claims.
+
+`check` compares them with the ops, names and units.
+"""
 LAYERS = "[placement]\nlayers = {}\n"
 MEMORY = "[memory]\ncapacity = {}\nactivation = 1\nweight_stash = 1\n"
 NETWORK = "[network]\noverlap = true\n"
@@ -138,27 +142,28 @@ KINDS = {
 @pytest.fixture(scope="module")
 def files():
     """The plan of each kind, made once."""
-    made: dict[str, Schedule] = {}
-    return lambda kind: made[kind] if kind in made else made.setdefault(kind, KINDS[kind]())
+    schedules_by_kind: dict[str, Schedule] = {}
+    return lambda kind: (
+        schedules_by_kind[kind]
+        if kind in schedules_by_kind
+        else schedules_by_kind.setdefault(kind, KINDS[kind]())
+    )
 
 
 def delayed(schedule: Schedule, ticks: int) -> Schedule:
-    """The plan with everything from the middle on later: a longer plan of the same question."""
+    """The plan with everything from the middle on later.
+
+    It is a longer plan of the same question.
+    """
     middle = schedule.period_ticks // 2
-    programs = tuple(
-        tuple(
-            ProgramOp(
-                op.kind,
-                op.slice,
-                op.microbatch,
-                op.start_ticks + ticks * (op.start_ticks >= middle),
-                op.pipeline,
-            )
-            for op in program
-        )
-        for program in schedule.programs
-    )
-    return _measured(replace(schedule, programs=programs))
+    programs = []
+    for program in schedule.programs:
+        ops = []
+        for op in program:
+            start = op.start_ticks + ticks * (op.start_ticks >= middle)
+            ops.append(ProgramOp(op.kind, op.slice, op.microbatch, start, op.pipeline))
+        programs.append(tuple(ops))
+    return _measured(replace(schedule, programs=tuple(programs)))
 
 
 def _measured(schedule: Schedule) -> Schedule:
@@ -169,10 +174,10 @@ def _measured(schedule: Schedule) -> Schedule:
         for ops in [schedule.ops(seat.worker)]
     }
     start = min(start for start, _ in windows.values())
-    period = max(
-        end - (start if schedule.optimizer == "synchronous" else own)
-        for own, end in windows.values()
-    )
+    if schedule.optimizer == "synchronous":
+        period = max(end for _, end in windows.values()) - start
+    else:
+        period = max(end - own_end for own_end, end in windows.values())
     return replace(
         schedule,
         period_ticks=period,
@@ -214,15 +219,16 @@ def with_value(value: Any, path: Path, new: object) -> Any:
     first, *rest = path
     if isinstance(first, str):
         return replace(value, **{first: with_value(getattr(value, first), tuple(rest), new)})
-    items = [
-        with_value(item, tuple(rest), new) if index == first else item
-        for index, item in enumerate(value)
-    ]
+    items = list(value)
+    items[first] = with_value(items[first], tuple(rest), new)
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 def choices(schedule: Schedule, path: Path) -> tuple[object, ...]:
-    """Other values of a field that is one of a few words, or may be absent, by its annotation."""
+    """Other values of a field, by its annotation.
+
+    It is one of a few words, or may be absent.
+    """
     kind: Any = Schedule
     for step in path:
         if isinstance(step, str):
@@ -295,7 +301,10 @@ def changed_together(schedule: Schedule) -> Iterator[tuple[Path, Schedule]]:
 
 
 def is_accepted(schedule: Schedule, budget: Budget | None = None) -> bool:
-    """Whether `check --bound` exits 0 for the file of a schedule, without CP-SAT unless it has a budget."""
+    """Return whether `check --bound` exits 0 for the file of a schedule.
+
+    It runs without CP-SAT unless it has a budget.
+    """
     try:
         read = codec.decode(codec.encode(schedule))
         return not check(read) and proven_bound(read, budget).ticks >= read.lower_bound_ticks
@@ -316,10 +325,10 @@ def believed_lies(short: Schedule, path: Path, changes: Iterator[Schedule]) -> I
     long = delayed(short, max(2, short.period_ticks // 4))
     for change in changes:
         lie = replace(change, programs=long.programs, period_ticks=long.period_ticks)
-        for told in (_measured(lie), lie):
-            for claim in {short.period_ticks + 1, told.period_ticks}:
-                false = claiming(told, claim)
-                if claim <= told.period_ticks and is_accepted(false):
+        for schedule in (_measured(lie), lie):
+            for claim in {short.period_ticks + 1, schedule.period_ticks}:
+                false = claiming(schedule, claim)
+                if claim <= schedule.period_ticks and is_accepted(false):
                     truth = _measured(replace(change, programs=short.programs))
                     if truth.period_ticks < claim and is_answer(truth, false.scope):
                         yield f"{path}: {claim} is believed, {truth.period_ticks} is possible"
@@ -370,13 +379,10 @@ def test_layers_that_cost_more_than_their_slice(files, tmp_path):
     """A plan of 13 s was called optimal, though 8.8 s were possible."""
     short = files("any layers")
     costs = short.times.of_layers
-    raised = replace(
-        costs,
-        **{
-            name: tuple(3 * ticks // 2 for ticks in getattr(costs, name))
-            for name in ("forward", "backward_input", "backward_weight")
-        },
-    )
+    higher = {}
+    for name in ("forward", "backward_input", "backward_weight"):
+        higher[name] = tuple(3 * ticks // 2 for ticks in getattr(costs, name))
+    raised = replace(costs, **higher)
     long = delayed(short, short.period_ticks // 4)
     lie = replace(long, times=replace(long.times, of_layers=raised))
     code, text = answer(claiming(lie, lie.period_ticks), tmp_path)
@@ -394,7 +400,10 @@ def test_a_scope_that_does_not_include_the_plan(files, tmp_path):
 
 
 def test_roles_in_other_columns_are_counted_where_they_are(tmp_path):
-    """Workers were counted in the columns that they left: 87 was proven of a plan of 83."""
+    """Workers are counted in the columns of their roles.
+
+    They were counted in those that they left: 87 was proven of a plan of 83.
+    """
     from slipstream.schedules.tables.relabel import relabel_schedule
 
     job = grid(
@@ -404,8 +413,8 @@ def test_roles_in_other_columns_are_counted_where_they_are(tmp_path):
         times="forward = 1\nbackward_input = [0.1, 0]\nbackward_weight = 0.1\ntransfer = 1\n",
         more=LAYERS.format([3, 2]),
     )
-    made = planned(job, ["1.0"], backward="fused", optimizer="synchronous")
-    moved = relabel_schedule(made, [Worker(0, 1)])
+    schedule = planned(job, ["1.0"], backward="fused", optimizer="synchronous")
+    moved = relabel_schedule(schedule, [Worker(0, 1)])
     assert moved is not None and any(seat.role.column != seat.worker.column for seat in moved.seats)
     assert moved.lower_bound_ticks <= proven_bound(moved).ticks <= moved.period_ticks
     assert answer(moved, tmp_path)[0] == 0

@@ -14,8 +14,14 @@ from slipstream.schedules.codec import encode
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
-JOB = grid(3, 4, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
-           more="[memory]\ncapacity = 5\nactivation = 1\nweight_stash = 1\n[placement]\nlayers = [2, 2, 2, 2]\n")
+JOB = grid(
+    3,
+    4,
+    8,
+    times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
+    more="[memory]\ncapacity = 5\nactivation = 1\nweight_stash = 1\n[placement]\n"
+    "layers = [2, 2, 2, 2]\n",
+)
 
 
 def planned(options):
@@ -25,7 +31,8 @@ def planned(options):
 @pytest.mark.parametrize("layers", ["fixed", "move"])
 @pytest.mark.parametrize("slices", [True, False], ids=["slices", "whole"])
 def test_one_seed_gives_one_plan_also_on_a_busy_machine(layers, slices, monkeypatch):
-    """Threads take turns a hundred times as often, one more keeps a core busy, and time jumps with each look at it."""
+    # Threads take turns a hundred times as often, one more keeps a core busy, and time jumps with
+    # each look at it.
     options = PlanOptions(steps=300_000, layers=layers, slices=slices)
     idle = planned(options)
     over, begin = threading.Event(), time.monotonic()
@@ -47,10 +54,18 @@ def test_one_seed_gives_one_plan_also_on_a_busy_machine(layers, slices, monkeypa
 
 
 def test_more_steps_are_a_longer_search():
-    """List schedules of this job end some 13 % above the bound, and annealing goes on from there."""
-    job = grid(3, 8, 8, times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\noptimizer = 5\n",
-               more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n")
-    periods = [plan_only(PlanOptions(steps=steps), job, [Worker(0, 4)]).period for steps in (100, 400_000)]
+    """Annealing goes on from list schedules that end some 13 % above the bound."""
+    job = grid(
+        3,
+        8,
+        8,
+        times="forward = 10\nbackward_input = 10\nbackward_weight = 10\ntransfer = 1\n"
+        "optimizer = 5\n",
+        more="[memory]\ncapacity = 8\nactivation = 1\nweight_stash = 1\n",
+    )
+    periods = [
+        plan_only(PlanOptions(steps=steps), job, [Worker(0, 4)]).period for steps in (100, 400_000)
+    ]
     assert periods[0] > periods[1]
 
 
@@ -64,7 +79,9 @@ def test_a_thread_beside_counts_for_itself_and_the_latest_of_all_is_gone_on_from
     assert clock.steps == 300 and other.clock.steps == 600
     assert other.seconds_left == pytest.approx(400 * STEP_SECONDS)
     budget.join(other)
-    assert clock.steps == 600 and budget.with_share(0.5).seconds_left == pytest.approx(200 * STEP_SECONDS)
+    assert clock.steps == 600 and budget.with_share(0.5).seconds_left == pytest.approx(
+        200 * STEP_SECONDS
+    )
 
 
 def test_seconds_are_those_of_the_machine_and_counted_steps_take_none_of_them():
@@ -76,5 +93,7 @@ def test_seconds_are_those_of_the_machine_and_counted_steps_take_none_of_them():
 
 def test_a_part_of_the_steps_is_counted_steps_again():
     options = PlanOptions(steps=1000)
-    assert options.with_limit(options.limit_seconds / 4).steps == 250 and isinstance(options.make_clock(), StepClock)
+    assert options.with_limit(options.limit_seconds / 4).steps == 250 and isinstance(
+        options.make_clock(), StepClock
+    )
     assert msgspec.structs.replace(options, steps=None).with_limit(2.0).time_limit == 2.0

@@ -1,4 +1,7 @@
-"""Machine code of the kernel: made before the first plan, of the source as it is."""
+"""Machine code of the kernel is made before the first plan.
+
+It is of the source as it is.
+"""
 
 import os
 import shutil
@@ -40,13 +43,18 @@ def measure_best():
 
 
 def small_installation(folder: Path) -> Path:
-    """Without machine code, and with little to compile: all of the kernel takes half a minute.
+    """An installation without machine code, and with little to compile.
+
+    All of the kernel takes half a minute.
 
     Returns another file of the kernel than that of `anneal`, with the function that it calls.
     """
     for name in ("cli", "planner", "runtime", "schedules"):
-        shutil.copytree(ROOT / "slipstream" / name, folder / "slipstream" / name,
-                        ignore=shutil.ignore_patterns("library", "__pycache__"))
+        shutil.copytree(
+            ROOT / "slipstream" / name,
+            folder / "slipstream" / name,
+            ignore=shutil.ignore_patterns("library", "__pycache__"),
+        )
     (folder / "slipstream" / "__init__.py").touch()
     kernel = folder / "slipstream" / "planner" / "kernel"
     (kernel / "annealing.py").write_text(SMALL)
@@ -56,19 +64,35 @@ def small_installation(folder: Path) -> Path:
 def run(folder: Path, **environment: str) -> tuple[bool, str]:
     """Whether a process of this installation says that it compiles, and what `anneal` answers."""
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    done = subprocess.run([sys.executable, "-c", USE], cwd=folder, env=env, capture_output=True, text=True,
-                          timeout=SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return any(f"# {line}" in lines for line in (compiled.COMPILING, compiled.COMPILING_EACH_TIME)), lines[-1]
+    return any(
+        f"# {line}" in lines for line in (compiled.COMPILING, compiled.COMPILING_EACH_TIME)
+    ), lines[-1]
 
 
 def test_compiled_before_it_is_used_and_again_when_a_file_of_its_source_differs(tmp_path):
     source = small_installation(tmp_path)
     (first, answer), second = run(tmp_path), run(tmp_path)
-    assert first and second == (False, answer) and answer.endswith("True") and not answer.startswith("999 ")
+    assert (
+        first
+        and second == (False, answer)
+        and answer.endswith("True")
+        and not answer.startswith("999 ")
+    )
     code = source.read_text()
-    source.write_text(code.replace("return np.int64(_random_bits(random) % np.uint64(bound))", "return bound - 1"))
+    source.write_text(
+        code.replace("return np.int64(_random_bits(random) % np.uint64(bound))", "return bound - 1")
+    )
     assert run(tmp_path) == (True, "999 True")
 
 
@@ -85,21 +109,36 @@ def test_where_nothing_can_be_written_every_process_compiles_for_itself(tmp_path
     for path in (source.parent / "__pycache__", nowhere):
         path.write_text("a file where numba wants a folder")
     for _ in range(2):
-        told, answer = run(tmp_path / "installation", HOME=str(nowhere), XDG_CACHE_HOME=str(nowhere))
-        assert told and answer.endswith("True")
+        notice, answer = run(
+            tmp_path / "installation", HOME=str(nowhere), XDG_CACHE_HOME=str(nowhere)
+        )
+        assert notice and answer.endswith("True")
 
 
-def test_a_plan_within_seconds_is_made_of_list_schedules_while_another_process_compiles(monkeypatch):
+def test_a_plan_within_seconds_is_made_of_list_schedules_while_another_process_compiles(
+    monkeypatch,
+):
     started, said = [], []
     for module in (compiled, loops):
         monkeypatch.setattr(module, "is_compiled", lambda: False)
     monkeypatch.setattr(loops, "_compiling_elsewhere", threading.Event())
     monkeypatch.setattr(loops, "_compiled_kernel", lambda: Kernel)
     monkeypatch.setattr(compiled.subprocess, "Popen", lambda command, **_: started.append(command))
-    plan = plan_with(PlanOptions(time_limit=1.0), uniform_job(2, 4, 4), [Worker(1, 2)], progress=said.append,
-                     clock=Clock())
-    assert started == [[sys.executable, "-m", compiled.__name__]] and said[0] == compiled.COMPILING_IN_BACKGROUND
-    assert plan.schedule.method == "list schedules" and plan.schedule.period_ticks < 2 * plan.schedule.lower_bound_ticks
+    plan = plan_with(
+        PlanOptions(time_limit=1.0),
+        uniform_job(2, 4, 4),
+        [Worker(1, 2)],
+        progress=said.append,
+        clock=Clock(),
+    )
+    assert (
+        started == [[sys.executable, "-m", compiled.__name__]]
+        and said[0] == compiled.COMPILING_IN_BACKGROUND
+    )
+    assert (
+        plan.schedule.method == "list schedules"
+        and plan.schedule.period_ticks < 2 * plan.schedule.lower_bound_ticks
+    )
 
 
 class Kernel:
@@ -111,10 +150,15 @@ class Kernel:
 
 
 def test_no_plan_waits_for_the_compiler_within_its_time_limit():
-    """Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds."""
+    # Arrays of other types, or with gaps, would have the kernel compiled once more: five seconds.
     compiled.ensure_compiled()
     job = uniform_job(2, 4, 4, capacity=8)
     for layers in ("fixed", "move"):
         plan_only(PlanOptions(layers=layers, time_limit=0.5), job, [Worker(1, 2)])
-    for entry in (kernel.list_order, kernel.set_earliest_starts, kernel.set_latest_starts, kernel.anneal):
+    for entry in (
+        kernel.list_order,
+        kernel.set_earliest_starts,
+        kernel.set_latest_starts,
+        kernel.anneal,
+    ):
         assert len(entry.signatures) == 1, entry.signatures

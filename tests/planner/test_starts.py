@@ -1,4 +1,7 @@
-"""Plans of every placement, with and without failures: never longer than a schedule they start from."""
+"""Plans of every placement are never longer than a schedule they start from.
+
+Failures are drawn, too.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -51,19 +54,35 @@ class Start(NamedTuple):
 
 @st.composite
 def placed(draw, placement: str) -> tuple[Job, list[Worker]]:
-    """Draw a small job of a placement, with memory for one to two times 1F1B's, and up to three failures."""
+    """A small job of a placement, and up to three failures.
+
+    Its memory is one to two times that of 1F1B.
+    """
     pipelines, stages = draw(st.sampled_from([(2, 2), (3, 2), (2, 4), (3, 4)]))
     chunks = 2 if placement in ("interleaved", "v") else 1
     ticks = st.integers(1, 4)
-    times = "\n".join(f"{key} = {draw(ticks)}" for key in ("forward", "backward_input", "backward_weight"))
+    times = "\n".join(
+        f"{key} = {draw(ticks)}" for key in ("forward", "backward_input", "backward_weight")
+    )
     stash = draw(st.sampled_from([0.5, 1, 1.5]))
     room = draw(st.sampled_from([1, 1.25, 1.5, 2])) * stages * chunks
-    more = (f"[placement]\norder = '{placement}'\n" + (f"chunks = {chunks}\n" if chunks > 1 else "")
-            + f"[memory]\ncapacity = {max(room, 2 * chunks * stash)}\nactivation = 1\nweight_stash = {stash}\n")
-    job = grid(pipelines, stages, draw(st.integers(2, 6)),
-               times=f"{times}\ntransfer = {draw(st.integers(0, 1))}\noptimizer = 1", more=more)
+    more = (
+        f"[placement]\norder = '{placement}'\n"
+        + (f"chunks = {chunks}\n" if chunks > 1 else "")
+        + f"[memory]\ncapacity = {max(room, 2 * chunks * stash)}\nactivation = 1\n"
+        f"weight_stash = {stash}\n"
+    )
+    job = grid(
+        pipelines,
+        stages,
+        draw(st.integers(2, 6)),
+        times=f"{times}\ntransfer = {draw(st.integers(0, 1))}\noptimizer = 1",
+        more=more,
+    )
     column = st.integers(0, stages - 1)
-    dead = draw(st.lists(st.builds(Worker, st.integers(0, pipelines - 2), column), unique=True, max_size=3))
+    dead = draw(
+        st.lists(st.builds(Worker, st.integers(0, pipelines - 2), column), unique=True, max_size=3)
+    )
     return job, dead
 
 

@@ -1,4 +1,7 @@
-"""The published worked example (ReCycle, SOSP 2024): 3 pipelines x 4 stages x 6 micro-batches, optimizer 3 slots."""
+"""The published worked example (ReCycle, SOSP 2024).
+
+It has 3 pipelines x 4 stages x 6 micro-batches, optimizer 3 slots.
+"""
 
 from pathlib import Path
 
@@ -33,11 +36,17 @@ def test_1f1b_with_a_dead_worker_and_no_better_plan_pays_for_it():
 
 
 @pytest.mark.parametrize("method", ["greedy", "cp-sat"])
-@pytest.mark.parametrize(("failed", "optimizer", "optimum"), [
-    ([], "staggered", 22), ([DEAD], "synchronous", 32), ([DEAD], "staggered", 30)])
+@pytest.mark.parametrize(
+    ("failed", "optimizer", "optimum"),
+    [([], "staggered", 22), ([DEAD], "synchronous", 32), ([DEAD], "staggered", 30)],
+)
 def test_split_backward_reaches_the_proven_optimum(method, failed, optimizer, optimum):
     plan = plan_job(job(), failed, optimizer=optimizer, method=method)
-    assert (period(plan), plan.schedule.lower_bound_ticks, plan.schedule.status) == (optimum, optimum, "optimal")
+    assert (period(plan), plan.schedule.lower_bound_ticks, plan.schedule.status) == (
+        optimum,
+        optimum,
+        "optimal",
+    )
 
 
 def test_fused_and_synchronous_with_the_memory_of_1f1b():
@@ -51,5 +60,6 @@ def test_fault_free_with_room_for_four_takes_24():
 
 
 def test_nothing_is_lost_against_fault_free_1f1b():
-    """The point of the paper: with one worker dead, the adapted schedule is as fast as 1F1B with all alive."""
+    # This is the point of the paper: with one worker dead, the adapted schedule is as fast as 1F1B
+    # with all alive.
     assert period(plan_job(job(), [DEAD])) == period(plan_job(job(), method="1f1b"))

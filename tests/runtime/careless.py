@@ -1,4 +1,7 @@
-"""Data and a model that do not keep the contract: what they give depends on what was drawn before."""
+"""Data and a model that do not keep the contract.
+
+What they give depends on what was drawn before.
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +28,10 @@ class DrawnInOrder(Drawn):
     """Read iteration by iteration."""
 
     def samples(self, iteration: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        return [self.batch(Microbatch(iteration, 0, index), self.rows, self.context) for index in range(count)]
+        return [
+            self.batch(Microbatch(iteration, 0, index), self.rows, self.context)
+            for index in range(count)
+        ]
 
 
 class Seeded(Drawn):
@@ -58,7 +64,9 @@ class Buffered(Seeded):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.buffer = torch.zeros(config.training.batch, config.model.context + 1, dtype=torch.int64)
+        self.buffer = torch.zeros(
+            config.training.batch, config.model.context + 1, dtype=torch.int64
+        )
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
         tokens, targets = super().batch(microbatch, batch, context)

@@ -14,17 +14,21 @@ from tests.runtime.forked import own_fork_server
 
 @pytest.fixture(autouse=True, scope="session")
 def _patient():
-    """In runs of this process for which a test says nothing else, nobody who is well is given up, however busy the
-    machine is."""
+    """No healthy worker is given up in runs of this process, however busy the machine.
+
+    A test may say otherwise.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(Resilience.__init__.__kwdefaults__, "heartbeat_timeout_seconds", TIMEOUT_SECONDS)
+        patch.setitem(
+            Resilience.__init__.__kwdefaults__, "heartbeat_timeout_seconds", TIMEOUT_SECONDS
+        )
         patch.setitem(launch.run.__kwdefaults__, "resilience", Resilience())
         yield
 
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """Forks the workers of all runs, so that torch is imported once for all of them."""
+    """Forks the workers of all runs, so that torch is imported once."""
     with ForkServer() as fork_server:
         yield fork_server
 
@@ -44,5 +48,8 @@ def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storm on a busy machine: workers that are well are given up, too, and starts take seconds."""
+    """Settings of a storm on a busy machine.
+
+    Workers that are well are given up, too, and starts take seconds.
+    """
     monkeypatch.setattr("benchmarks.chaos.STALL_SECONDS", patience.SECONDS)

@@ -13,17 +13,31 @@ FOLDER = "COUNTED_DATA_FOLDER"
 
 
 class Uncounted:
-    """Tokens whose place in an epoch says which sample they are, read as the job has micro-batches."""
+    """Tokens whose place in an epoch says which sample they are.
+
+    They are read as the job has micro-batches.
+    """
 
     digest = "counted"
 
     def __init__(self, config: RunConfig) -> None:
-        self.context, self.microbatches = config.model.context, config.training.options["microbatches"]
+        self.context, self.microbatches = (
+            config.model.context,
+            config.training.options["microbatches"],
+        )
         self.count_from(NOTHING_READ)
 
     def count_from(self, read: SamplesRead) -> None:
-        self.data = TokenData("counted", np.arange(256, dtype=np.uint8), vocabulary=256, context=self.context,
-                              microbatches=self.microbatches, seed=0, shuffle=False, read=read)
+        self.data = TokenData(
+            "counted",
+            np.arange(256, dtype=np.uint8),
+            vocabulary=256,
+            context=self.context,
+            microbatches=self.microbatches,
+            seed=0,
+            shuffle=False,
+            read=read,
+        )
 
     def batch(self, microbatch: Microbatch, batch: int, context: int):
         found = self.data.batch(microbatch, batch, context)

@@ -1,5 +1,8 @@
-"""A model for workers of several ranks that computes in float64, whatever its parameters are, so that numbers hardly
-depend on how it is cut: products of the blocks are, embedding and head are not."""
+"""A model for workers of several ranks that computes in float64.
+
+Its parameters may have any dtype, and numbers hardly depend on how it is cut: products of the
+blocks are, embedding and head are not.
+"""
 
 from typing import ClassVar
 
@@ -7,7 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from slipstream.runtime.api import Shard, cut_parameters, derive_seed, for_all_ranks, seeded, sum_ranks, worker_group
+from slipstream.runtime.api import (
+    Shard,
+    cut_parameters,
+    derive_seed,
+    for_all_ranks,
+    seeded,
+    sum_ranks,
+    worker_group,
+)
 
 
 class Embedding(nn.Module):
@@ -49,7 +60,9 @@ class Exact:
         self.layers = config.blocks + 2
 
     def build(self, layer):
-        kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
+        kind = Head if layer == self.layers - 1 else Block
+        if layer == 0:
+            kind = Embedding
         with seeded(derive_seed("parameters", self.seed, layer)):
             module = kind(self.config, self.dtype)
         if kind is Block and worker_group() is not None:

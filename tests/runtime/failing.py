@@ -23,7 +23,14 @@ from slipstream.runtime.processes.fork_server import ForkServer
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.runtime.processes.stop_signals import RunStopped
 from slipstream.runtime.protocol.failure_injection import Action, Injection, Place
-from slipstream.schedules.schedule import BackwardMode, HeldLayers, OptimizerMode, Schedule, Speeds, Worker
+from slipstream.schedules.schedule import (
+    BackwardMode,
+    HeldLayers,
+    OptimizerMode,
+    Schedule,
+    Speeds,
+    Worker,
+)
 from tests.jobs import grid
 from tests.runtime.pacing import UntilBack
 from tests.runtime.running import assert_same_numbers, judge, losses_in, schedule_for, tiny
@@ -32,22 +39,35 @@ JOB = grid(2, 2, 2, more="optimizer = 1")
 WIDE = grid(3, 2, 2, more="optimizer = 1")
 CONFIG = tiny(iterations=6)
 LONG = tiny(iterations=50)
-"""Long enough for a worker to be back before the end, also on a busy machine: `train` takes its time until then."""
+"""Long enough for a worker to be back before the end.
+
+It is so on a busy machine, too: `train` takes its time until then.
+"""
 TIMEOUT_SECONDS = 30.0
-"""Without a heartbeat, where nobody falls silent: no worker that is well is lost, however busy the machine is."""
+"""Seconds without a heartbeat, where nobody falls silent.
+
+No worker that is well is lost, however busy the machine is.
+"""
 SILENT_SECONDS = 10.0
 """Without a heartbeat, where somebody is stopped, and all wait for so long."""
 GRACE_SECONDS = 120.0
 """To write a last checkpoint."""
 
 
-def planned(job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered") -> Scheduler:
+def planned(
+    job: Job, backward: BackwardMode = "split", optimizer: OptimizerMode = "staggered"
+) -> Scheduler:
     """Schedules for whatever failures."""
-    return lambda down: schedule_for(job, [str(worker) for worker in down], backward=backward, optimizer=optimizer)
+    return lambda down: schedule_for(
+        job, [str(worker) for worker in down], backward=backward, optimizer=optimizer
+    )
 
 
 class Planning(FailurePlanner):
-    """Plans settled schedules by the first way, so that it takes no longer than it must."""
+    """Plans settled schedules by the first way.
+
+    So it takes no longer than it must.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, schedule_for(job))
@@ -56,19 +76,33 @@ class Planning(FailurePlanner):
 
     def plan_at_once(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
         schedule = super().plan_at_once(down, held, speeds)
-        assert all(schedule.held_layers(worker) == layers for worker,
-                   layers in held), "nobody needs what it does not hold"
+        assert all(schedule.held_layers(worker) == layers for worker, layers in held), (
+            "nobody needs what it does not hold"
+        )
         return schedule
 
-    def plan_settled(self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds) -> Schedule:
+    def plan_rebalanced(
+        self, down: tuple[Worker, ...], held: HeldLayers, speeds: Speeds
+    ) -> Schedule:
         self.asked.append((down, speeds))
         options = PlanOptions(method="greedy", steps=40_000, layers="move", holds=held)
-        return plan_only(options, with_speeds(self._job, speeds) if speeds else self._job, down).schedule
+        return plan_only(
+            options, with_speeds(self._job, speeds) if speeds else self._job, down
+        ).schedule
 
 
-def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
-          progress: Callable[[int, float], None] | None = None, observe: Callable[[Event], None] = lambda _: None,
-          **resilience) -> RunResult:
+def train(
+    injections,
+    fork_server,
+    out,
+    *,
+    job=JOB,
+    config=CONFIG,
+    modes=(),
+    progress: Callable[[int, float], None] | None = None,
+    observe: Callable[[Event], None] = lambda _: None,
+    **resilience,
+) -> RunResult:
     """Train with failures and compare with the fault-free run in one process."""
     scheduler, pace = planned(job, *modes), UntilBack(resilience.get("returns", ()))
 
@@ -81,18 +115,29 @@ def train(injections, fork_server, out, *, job=JOB, config=CONFIG, modes=(),
         observe(event)
         pace.observe(event)
 
-    result = run(scheduler(()), config, out=out, fork_server=fork_server, progress=paced,
-                 resilience=against(injections, **{"scheduler": scheduler, **resilience}),
-                 options=RunOptions(notify=pace.notify, observe=seen))
+    result = run(
+        scheduler(()),
+        config,
+        out=out,
+        fork_server=fork_server,
+        progress=paced,
+        resilience=against(injections, **{"scheduler": scheduler, **resilience}),
+        options=RunOptions(notify=pace.notify, observe=seen),
+    )
     assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
     return result
 
 
 def against(injections: Sequence[Injection], **more) -> Resilience:
     """What a run is given for these failures."""
-    silent = any(one.action == "stop" for one in injections)
-    return Resilience(**{"heartbeat_timeout_seconds": SILENT_SECONDS if silent else TIMEOUT_SECONDS,
-                         "injections": tuple(injections), **more})
+    silent = any(injection.action == "stop" for injection in injections)
+    return Resilience(
+        **{
+            "heartbeat_timeout_seconds": SILENT_SECONDS if silent else TIMEOUT_SECONDS,
+            "injections": tuple(injections),
+            **more,
+        }
+    )
 
 
 class Told:
@@ -106,7 +151,11 @@ class Told:
 
     def of(self, kind: type[Event], worker: Worker | None = None) -> list[Event]:
         """The events of a kind; of a worker."""
-        return [one for one in self.events if isinstance(one, kind) and worker in (None, getattr(one, "worker", None))]
+        return [
+            event
+            for event in self.events
+            if isinstance(event, kind) and worker in (None, getattr(event, "worker", None))
+        ]
 
     def notify(self, news: object) -> None:
         if isinstance(news, Recovery):
@@ -120,32 +169,59 @@ class Told:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_until(happened: Callable[[Told], object], fork_server: ForkServer, out: Path, *, job: Job = JOB,
-                config=CONFIG, injections: Sequence[Injection] = (), **resilience) -> Told:
-    """Train until something has happened, and compare the losses, and the last checkpoint, with one process.
+def train_until(
+    happened: Callable[[Told], object],
+    fork_server: ForkServer,
+    out: Path,
+    *,
+    job: Job = JOB,
+    config=CONFIG,
+    injections: Sequence[Injection] = (),
+    **resilience,
+) -> Told:
+    """Train until something has happened, and compare with one process.
 
-    It fails where that has not happened within the iterations of `config`: many, as nobody knows how busy the machine
-    is, and no more are run than are needed.
+    The losses and the last checkpoint are compared.
+
+    It fails where that has not happened within the iterations of `config`: many, as nobody knows
+    how busy the machine is, and no more are run than are needed.
     """
-    scheduler, told = planned(job), Told(happened)
-    given = against(injections, **{"scheduler": scheduler, "checkpoint_every": None, **resilience})
+    scheduler, log = planned(job), Told(happened)
+    resilience_ = against(
+        injections, **{"scheduler": scheduler, "checkpoint_every": None, **resilience}
+    )
     with pytest.raises(RunStopped):
-        run(scheduler(()), config, out=out, fork_server=fork_server, resilience=given, progress=told.progress,
-            options=RunOptions(notify=told.notify, observe=told.events.append, grace_seconds=GRACE_SECONDS))
+        run(
+            scheduler(()),
+            config,
+            out=out,
+            fork_server=fork_server,
+            resilience=resilience_,
+            progress=log.progress,
+            options=RunOptions(
+                notify=log.notify, observe=log.events.append, grace_seconds=GRACE_SECONDS
+            ),
+        )
     assert_same_so_far(out, job, config)
-    return told
+    return log
 
 
 def assert_same_so_far(out: Path, job: Job, config: RunConfig) -> None:
-    """The losses, and the parameters of the last checkpoint, of a run that was ended are those of one process."""
+    """A run that was ended has the numbers of one process.
+
+    They are its losses, and the parameters of its last checkpoint.
+    """
     losses, checkpoint = losses_in(out), open_latest(out / "checkpoints")
     assert checkpoint is not None and checkpoint.iteration == len(losses)
     reference = judge(config, job.microbatches, len(losses))
     assert losses == pytest.approx(reference.losses, rel=0, abs=1e-9)
     layers = {int(name.partition(".")[0]) for name in reference.parameters}
-    found = {f"{layer}.{name.removeprefix('model.')}": tensor for layer,
-             state in load_layers(checkpoint, layers).items()
-             for name, tensor in state.items() if name.startswith("model.")}
+    found = {
+        f"{layer}.{name.removeprefix('model.')}": tensor
+        for layer, state in load_layers(checkpoint, layers).items()
+        for name, tensor in state.items()
+        if name.startswith("model.")
+    }
     for name, theirs in reference.parameters.items():
         torch.testing.assert_close(found[name], theirs, rtol=0, atol=1e-9)
 
@@ -158,15 +234,21 @@ def at(worker: str, iteration: int, place: Place = "A", action: Action = "kill")
 KILLS = [at("0.0", 2, "O"), at("2.1", 4, "A"), at("1.0", 56, "stepped"), at("1.1", 57, 2)]
 BACK = (Return(Worker(0, 0), 3), Return(Worker(2, 1), 5))
 KILLS_ITERATIONS = 62
-"""Deaths at several places, two of them once both workers are back, and the iterations that a run has for them."""
+"""Iterations that a run has for deaths at several places.
+
+Two of them come once both workers are back.
+"""
 
 
 def dead(result: RunResult) -> list[str]:
-    """The members that were lost, in order; why is printed, and seen where a test fails."""
-    print(*(reason for one in result.recoveries for reason in one.reasons), sep="\n")
-    return [str(worker) for one in result.recoveries for worker in one.dead]
+    """The members that were lost, in order.
+
+    Why is printed, and seen where a test fails.
+    """
+    print(*(reason for recovery in result.recoveries for reason in recovery.reasons), sep="\n")
+    return [str(worker) for recovery in result.recoveries for worker in recovery.dead]
 
 
 def returned(result: RunResult) -> list[str]:
     """The workers that came in, in order."""
-    return [str(worker) for one in result.recoveries for worker in one.returned]
+    return [str(worker) for recovery in result.recoveries for worker in recovery.returned]

@@ -1,4 +1,7 @@
-"""Fork servers for tests that need one of their own: forked where torch is imported already, in milliseconds."""
+"""Fork servers for tests that need one of their own.
+
+They are forked where torch is imported already, in milliseconds.
+"""
 
 import gc
 import os
@@ -11,7 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.runtime.processes.fork_server import AdoptedForkServer, ForkServer, build_environment
+from slipstream.runtime.processes.fork_server import (
+    AdoptedForkServer,
+    ForkServer,
+    build_environment,
+)
 from slipstream.runtime.processes.fork_server_messages import ServerAdopted
 from slipstream.runtime.processes.stop_signals import SCHEDULER_SIGNALS
 from slipstream.runtime.worker.fork_server_process import _Server
@@ -30,7 +37,10 @@ class Where(msgspec.Struct):
 
 
 class ForkedServer(AdoptedForkServer):
-    """Forked by the servant of all launchers. It has this process's environment and working directory of now."""
+    """Forked by the servant of all launchers.
+
+    It has this process's environment and working directory of now.
+    """
 
     def __init__(self, *imports: str) -> None:
         name = f"slipstream-{secrets.token_hex(16)}"
@@ -39,8 +49,12 @@ class ForkedServer(AdoptedForkServer):
             listener.listen(1)
             listener.settimeout(START_SECONDS)
             task = Where(f"{name}-test", build_environment(), str(Path.cwd()))
-            self._process = Launcher(f"{__name__}:connect", msgspec.json.encode(task).decode(), log=os.devnull,
-                                     imports=imports)
+            self._process = Launcher(
+                f"{__name__}:connect",
+                msgspec.json.encode(task).decode(),
+                log=os.devnull,
+                imports=imports,
+            )
             connection, _ = listener.accept()
         connection.setblocking(True)
         super().__init__(connection, name)
@@ -63,14 +77,18 @@ def connect(task: str) -> None:
 
 
 def fork_server_of_launcher() -> ForkServer:
-    """For a launcher that is itself forked: it has torch, and one thread. It ends as one that was started does."""
+    """For a launcher that is itself forked: it has torch, and one thread.
+
+    It ends as one that was started does.
+    """
     if not sys.platform.startswith("linux") or threading.active_count() > 1:
         return ForkServer()
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         try:
             os.setsid()
-            os.closerange(3, theirs.fileno())  # with those, the launcher would not be seen to have died
+            # With those, the launcher would not be seen to have died.
+            os.closerange(3, theirs.fileno())
             os.closerange(theirs.fileno() + 1, HIGHEST)
             serve(theirs)
         finally:

@@ -1,4 +1,7 @@
-"""Launchers of runs as processes of their own, which can be killed: forked, so that torch is not imported for each."""
+"""Launchers of runs as processes of their own, which can be killed.
+
+They are forked, so that torch is not imported for each.
+"""
 
 import atexit
 import contextlib
@@ -30,9 +33,14 @@ SECRET = "0123456789abcdef"
 
 
 class Launcher:
-    """A process that calls `module:function` with words. As `subprocess.Popen`, as far as tests need that."""
+    """A process that calls `module:function` with words.
 
-    def __init__(self, target: str, *words: object, log: Path | str, imports: Sequence[str] = ()) -> None:
+    As `subprocess.Popen`, as far as tests need that.
+    """
+
+    def __init__(
+        self, target: str, *words: object, log: Path | str, imports: Sequence[str] = ()
+    ) -> None:
         self._servant, name = servant(), str(next(NUMBERS))
         self._name, self._target = name, target
         self.pid = self._servant.start(name, target, words, log, imports)
@@ -49,7 +57,8 @@ class Launcher:
         return status
 
     def send_signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and its end is not reported yet
+        # It has ended, and its end is not reported yet.
+        with contextlib.suppress(ProcessLookupError):
             if self.poll() is None:
                 os.kill(self.pid, number)
 
@@ -66,8 +75,11 @@ class LauncherServer(ForkServer):
 
     def _apply_reports(self, lines: Iterable[bytes]) -> list[ProcessEnded]:
         reports = list(lines)
-        self.started.update((news.name, news.pid) for line in reports
-                            if isinstance(news := decode_report(line), ProcessStarted))
+        self.started.update(
+            (news.name, news.pid)
+            for line in reports
+            if isinstance(news := decode_report(line), ProcessStarted)
+        )
         return super()._apply_reports(reports)
 
 
@@ -77,11 +89,27 @@ class Servant:
     def __init__(self) -> None:
         self._server, self._status = LauncherServer(), dict[str, int]()
 
-    def start(self, name: str, target: str, words: Sequence[object], log: Path | str, imports: Sequence[str]) -> int:
+    def start(
+        self,
+        name: str,
+        target: str,
+        words: Sequence[object],
+        log: Path | str,
+        imports: Sequence[str],
+    ) -> int:
         task = msgspec.json.encode([target, *map(str, words)]).decode()
         module, _, _ = target.partition(":")
-        self._server.start_process(ProcessSpec(name, f"{__name__}:launch", task, str(log), append=True,
-                                               imports=("tests.runtime.warm", module, *imports)))  # once for all
+        self._server.start_process(
+            ProcessSpec(
+                name,
+                f"{__name__}:launch",
+                task,
+                str(log),
+                append=True,
+                # Once for all.
+                imports=("tests.runtime.warm", module, *imports),
+            )
+        )
         deadline = time.monotonic() + START_SECONDS
         while name not in self._server.started:
             assert time.monotonic() < deadline
@@ -94,7 +122,9 @@ class Servant:
         return self._status.get(name)
 
     def _poll(self, seconds: float) -> None:
-        self._status.update((one.name, one.status) for one in self._server.poll(seconds))
+        self._status.update(
+            (process.name, process.status) for process in self._server.poll(seconds)
+        )
 
     def close(self) -> None:
         self._server.close()
@@ -102,9 +132,9 @@ class Servant:
 
 @functools.cache
 def servant() -> Servant:
-    made = Servant()
-    atexit.register(made.close)
-    return made
+    new_servant = Servant()
+    atexit.register(new_servant.close)
+    return new_servant
 
 
 def launch(task: bytes) -> int:
@@ -126,7 +156,8 @@ def command(*words: str) -> int:
     from slipstream.runtime import launch, node_agent
     from tests.runtime.forked import fork_server_of_launcher
 
-    launch.ForkServer = node_agent.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]
+    launch.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]
+    node_agent.ForkServer = fork_server_of_launcher  # type: ignore[assignment, misc]
     os.environ[SECRET_VARIABLE] = SECRET
     sys.argv[1:] = words
     try:

@@ -1,5 +1,8 @@
-"""For fork servers of tests to import, and nobody else: their workers use the double of NCCL and, where `HASTY` is set,
-report what they have run without a commit point, and die after a report only once a slow call has begun."""
+"""For fork servers of tests to import, and nobody else.
+
+Their workers use the double of NCCL. Where `HASTY` is set, they report what they have run without a
+commit point, and die after a report only once a slow call has begun.
+"""
 
 import os
 import time
@@ -27,8 +30,11 @@ _FAIL = injected_faults.Injector.fail_if_due
 def _fail_if_due(self: injected_faults.Injector, iteration: int, place: Place) -> None:
     is_awaited = HASTY in os.environ and SLOW in os.environ and place == "reported"
     if is_awaited and (iteration, place) in self._mine:
-        begun, ends = Path(f"{os.environ[SLOW].split()[-1]}{BEGUN}"), time.monotonic() + SECONDS
-        while not begun.exists() and time.monotonic() < ends:
+        begun_path, ends = (
+            Path(f"{os.environ[SLOW].split()[-1]}{BEGUN}"),
+            time.monotonic() + SECONDS,
+        )
+        while not begun_path.exists() and time.monotonic() < ends:
             time.sleep(0.01)
     _FAIL(self, iteration, place)
 

@@ -1,4 +1,7 @@
-"""Slows a run down while something is awaited, so that a few iterations are enough on any machine."""
+"""Slows a run down while something is awaited.
+
+So a few iterations are enough on any machine.
+"""
 
 import time
 from collections import Counter
@@ -13,9 +16,16 @@ from slipstream.runtime.events import Event, FetchBegun
 from slipstream.runtime.processes.process_manager import Return
 from slipstream.schedules.schedule import Worker
 
-FIRST_SECONDS, GROWTH, MOST_SECONDS = 0.05, 1.25, 5.0
-"""Of the pauses between iterations: a process is started, and has its layers, within ten of them on an idle machine.
-Twenty-five of them are half a minute, for one that is busy."""
+FIRST_SECONDS = 0.05
+"""Of the first pause between iterations."""
+GROWTH = 1.25
+"""How many times as long as the last one a pause is.
+
+A process is started, and has its layers, within ten pauses on an idle machine. Twenty-five of
+them are half a minute, for a busy one.
+"""
+MOST_SECONDS = 5.0
+"""Of the longest pause."""
 
 
 HELD_SECONDS = 240.0
@@ -40,23 +50,32 @@ class Pauses:
         self._seconds = FIRST_SECONDS
 
 
-def after_each_iteration(monkeypatch: pytest.MonkeyPatch, progress: Callable[[int, float], None]) -> None:
+def after_each_iteration(
+    monkeypatch: pytest.MonkeyPatch, progress: Callable[[int, float], None]
+) -> None:
     """Have this called in runs that commands start in this process."""
     write = RunLog.write_iteration
 
-    def written(log: RunLog, iteration: int, loss: float, *more: float | None, **known: float | None) -> None:
-        write(log, iteration, loss, *more, **known)
+    def written(
+        log: RunLog, iteration: int, loss: float, *more: float | None, **fields: float | None
+    ) -> None:
+        write(log, iteration, loss, *more, **fields)
         progress(iteration, loss)
 
     monkeypatch.setattr(RunLog, "write_iteration", written)
 
 
 def hold_at(iteration: int, path: Path) -> None:
-    """Have the run of a command in this process wait after an iteration until a file is there."""
+    """Have a command's run wait after an iteration until a file is there.
+
+    The run is in this process.
+    """
     write = RunLog.write_iteration
 
-    def written(log: RunLog, number: int, loss: float, *more: float | None, **known: float | None) -> None:
-        write(log, number, loss, *more, **known)
+    def written(
+        log: RunLog, number: int, loss: float, *more: float | None, **fields: float | None
+    ) -> None:
+        write(log, number, loss, *more, **fields)
         deadline = time.monotonic() + HELD_SECONDS
         while number == iteration and not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -71,11 +90,14 @@ def slowly_until(happened: Callable[[], bool]) -> Callable[[int, float], None]:
 
 
 class UntilBack:
-    """Makes iterations take longer while a worker that should come back has not, and has not died once more."""
+    """Makes iterations take longer while a worker should come back.
+
+    It has not, and has not died once more.
+    """
 
     def __init__(self, returns: Sequence[Return]) -> None:
-        self._left = Counter(one.worker for one in returns)
-        self._due = {one.worker: one.iteration for one in reversed(returns)}
+        self._left = Counter(death.worker for death in returns)
+        self._due = {death.worker: death.iteration for death in reversed(returns)}
         self._down: set[Worker] = set()
         self._pauses = Pauses()
 
@@ -93,4 +115,6 @@ class UntilBack:
             self._pauses.restart()
 
     def progress(self, iteration: int, _: float) -> None:
-        self._pauses.wait(any(self._left[worker] > 0 and self._due[worker] <= iteration for worker in self._down))
+        self._pauses.wait(
+            any(self._left[worker] > 0 and self._due[worker] <= iteration for worker in self._down)
+        )

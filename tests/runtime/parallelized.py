@@ -12,7 +12,10 @@ class Block(nn.Module):
     def __init__(self, width, dtype):
         super().__init__()
         self.norm = nn.LayerNorm(width, dtype=dtype)
-        self.up, self.down = nn.Linear(width, 2 * width, dtype=dtype), nn.Linear(2 * width, width, dtype=dtype)
+        self.up, self.down = (
+            nn.Linear(width, 2 * width, dtype=dtype),
+            nn.Linear(2 * width, width, dtype=dtype),
+        )
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -37,8 +40,12 @@ class Parallelized:
     def cut(self, block):
         if worker_group() is None:
             return block
-        return parallelize_module(block, init_device_mesh(self.device.type, (worker_group().size(),)), {
-            "up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
+        return parallelize_module(
+            block,
+            init_device_mesh(self.device.type, (worker_group().size(),)),
+            {"up": ColwiseParallel(), "down": RowwiseParallel()},
+            src_data_rank=None,
+        )
 
     def loss(self, output, target):
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -1,4 +1,7 @@
-"""The ranks of a worker as processes of their own, without a run: loss and whole gradients of a micro-batch."""
+"""The ranks of a worker as processes of their own, without a run.
+
+They give loss and whole gradients of a micro-batch.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -57,20 +60,29 @@ def find(task: str) -> bytes:
     size = asked.configs[0].training.tensor_parallel
     group = enter_group(asked.rank, size)
     assert group is not None
-    backend = distributed.ProcessGroupGloo(connect_store(asked.rendezvous), asked.rank, size, timedelta(seconds=60))
+    backend = distributed.ProcessGroupGloo(
+        connect_store(asked.rendezvous), asked.rank, size, timedelta(seconds=60)
+    )
     group.connect(GroupConnection(backend, lambda _: nullcontext(), CPU, staged=False))
     for index, config in enumerate(asked.configs):
-        write_tensors(file_of(Path(asked.folder), index, asked.rank), whole_gradients(config, group))
+        write_tensors(
+            file_of(Path(asked.folder), index, asked.rank), whole_gradients(config, group)
+        )
     return b""
 
 
 def whole_gradients(config: RunConfig, group: WorkerGroup | None) -> dict[str, Tensor]:
-    """The loss of a micro-batch, and the gradients of all parameters, by a backward in two."""
+    """The loss of a micro-batch, and the gradients of all parameters.
+
+    The backward is in two.
+    """
     model = build_model(config.model, 0, torch.float64, CPU)
     holding = build_holding(model, range(model.layers), config.training)
     batch = load_data(config).batch(NAME, config.training.batch, config.model.context)
-    first, second = (SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config)
-                     for layers in ((0, 1), (1, model.layers)))
+    first, second = (
+        SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config)
+        for layers in ((0, 1), (1, model.layers))
+    )
     features = first.forward(NAME, batch[0], None, batch, split=True)
     assert features is not None
     second.forward(NAME, features, batch[1], batch, split=True)
@@ -82,5 +94,7 @@ def whole_gradients(config: RunConfig, group: WorkerGroup | None) -> dict[str, T
         for parameter in module.parameters():
             assert parameter.grad is not None
             parameter.data = parameter.grad
-        found.update({f"{layer}.{name}": tensor for name, tensor in gather_layer(module, group).items()})
+        found.update(
+            {f"{layer}.{name}": tensor for name, tensor in gather_layer(module, group).items()}
+        )
     return found

@@ -1,4 +1,7 @@
-"""A small model whose layers do all that layers may, and its data: packed sequences with positions of their own."""
+"""A small model whose layers do all that layers may.
+
+Its data are packed sequences with positions of their own.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream.runtime.api import Microbatch, ModelConfig, RunConfig, add_to_loss, derive_seed, seeded
+from slipstream.runtime.api import (
+    Microbatch,
+    ModelConfig,
+    RunConfig,
+    add_to_loss,
+    derive_seed,
+    seeded,
+)
 
 EXPERTS = 3
 
@@ -72,11 +82,16 @@ class Block(nn.Module):
         sequence = (batch.positions == 0).cumsum(1)
         q, k, v = self.qkv(self.norm(given.x)).chunk(3, -1)
         causal = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
-        x = given.x + self.dropout(functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=causal & (sequence[:, :, None] == sequence[:, None, :])))
+        x = given.x + self.dropout(
+            functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=causal & (sequence[:, :, None] == sequence[:, None, :])
+            )
+        )
         probabilities = self.router(x).softmax(-1)
         add_to_loss(0.01 * probabilities.square().mean())
-        x = x + sum(probabilities[..., [index]] * expert(x) for index, expert in enumerate(self.experts))
+        x = x + sum(
+            probabilities[..., [index]] * expert(x) for index, expert in enumerate(self.experts)
+        )
         best = functional.one_hot(probabilities.argmax(-1), EXPERTS).sum((0, 1))
         return Passed(x, given.chosen + best, given.wanted + probabilities.sum((0, 1)))
 
@@ -93,12 +108,22 @@ class Head(nn.Module):
 
 
 class Model:
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.seed, self.dtype, self.device, self.layers = config, seed, dtype, device, config.blocks + 2
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.seed, self.dtype, self.device, self.layers = (
+            config,
+            seed,
+            dtype,
+            device,
+            config.blocks + 2,
+        )
         self.shared = (("0.tokens.weight", f"{self.layers - 1}.logits.weight"),)
 
     def build(self, layer: int) -> nn.Module:
-        kind = Embedding if layer == 0 else Head if layer == self.layers - 1 else Block
+        kind = Head if layer == self.layers - 1 else Block
+        if layer == 0:
+            kind = Embedding
         with seeded(derive_seed("parameters", self.seed, layer)):
             return kind(self.config).to(self.dtype)
 

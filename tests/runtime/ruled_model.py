@@ -1,4 +1,7 @@
-"""A small model whose experts are chosen with a bias that a rule of each layer steps by the tokens they were given."""
+"""A small model whose experts are chosen with a bias.
+
+A rule of each layer steps it by the tokens the experts were given.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +14,10 @@ RATE = 0.02
 
 
 def level(bias: Tensor, tokens: Tensor) -> None:
-    """Raise the bias of experts with fewer tokens than the mean, and lower that of the others."""
+    """Raise the bias of experts with few tokens, and lower that of others.
+
+    Few are less than the mean.
+    """
     change = RATE * torch.sign(tokens.mean() - tokens)
     bias.add_(change - change.mean())
 
@@ -34,19 +40,33 @@ class Block(nn.Module):
         chosen = functional.one_hot((scores.detach() + self.bias.detach()).argmax(-1), EXPERTS)
         self.counts.append(chosen.sum((0, 1)))
         weights = scores * chosen
-        found = sum(weights[..., [index]] * expert(x).tanh() for index, expert in enumerate(self.experts))
+        found = sum(
+            weights[..., [index]] * expert(x).tanh() for index, expert in enumerate(self.experts)
+        )
         return leave_gradient(x + self.dropout(found), self.bias, self.counts[-1])
 
 
 class Model:
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.seed, self.dtype, self.device, self.layers = config, seed, dtype, device, config.blocks + 2
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.seed, self.dtype, self.device, self.layers = (
+            config,
+            seed,
+            dtype,
+            device,
+            config.blocks + 2,
+        )
 
     def build(self, layer: int) -> nn.Module:
         width, words = self.config.width, self.config.vocabulary
         with seeded(derive_seed("parameters", self.seed, layer)):
-            module = nn.Embedding(words, width) if layer == 0 else Block(self.config) if layer < self.layers - 1 else \
-                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, words))
+            if layer == 0:
+                module = nn.Embedding(words, width)
+            elif layer < self.layers - 1:
+                module = Block(self.config)
+            else:
+                module = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, words))
             for name, parameter in module.named_parameters():
                 if name != "bias":
                     parameter.data = parameter.data.to(self.dtype)

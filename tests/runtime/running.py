@@ -32,30 +32,52 @@ ROOT = Path(__file__).parents[2]
 def tiny(**training: object) -> RunConfig:
     """A GPT of 4 layers in float64."""
     model = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "dropout": 0.1}
-    return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS},
-                            **training)
+    return parse_run_config(
+        model,
+        {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS},
+        **training,
+    )
 
 
 def parallel(model: str, ranks: int, **training: object) -> RunConfig:
     """One of `tests.runtime.exact_parallel`, with workers of so many ranks."""
-    return parse_run_config({"name": model, "blocks": 2, "width": 8, "context": 8}, {
-        "batch": 1, "dtype": "float64", "device": "cpu", "tensor_parallel": ranks, **training})
+    return parse_run_config(
+        {"name": model, "blocks": 2, "width": 8, "context": 8},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "tensor_parallel": ranks, **training},
+    )
 
 
-def schedule_for(job: Job, failed: Sequence[str] = (), *, backward: BackwardMode = "split",
-                 optimizer: OptimizerMode = "staggered") -> Schedule:
-    """A plan by the list scheduler: quick, and the runtime does not care how good it is."""
-    return plan_job(job, [Worker.parse(name) for name in failed], backward=backward, optimizer=optimizer,
-                    method="greedy").schedule
+def schedule_for(
+    job: Job,
+    failed: Sequence[str] = (),
+    *,
+    backward: BackwardMode = "split",
+    optimizer: OptimizerMode = "staggered",
+) -> Schedule:
+    """A plan by the list scheduler.
+
+    It is quick, and the runtime does not care how good it is.
+    """
+    return plan_job(
+        job,
+        [Worker.parse(name) for name in failed],
+        backward=backward,
+        optimizer=optimizer,
+        method="greedy",
+    ).schedule
 
 
 @functools.cache
-def judge(config: RunConfig, microbatches: tuple[int, ...], iterations: int = ITERATIONS) -> ReferenceResult:
+def judge(
+    config: RunConfig, microbatches: tuple[int, ...], iterations: int = ITERATIONS
+) -> ReferenceResult:
     """The same training in one process; computed once."""
     return reference_run(config, microbatches, iterations)
 
 
-def assert_same_numbers(result: RunResult, reference: ReferenceResult, tolerance: float = 1e-9) -> None:
+def assert_same_numbers(
+    result: RunResult, reference: ReferenceResult, tolerance: float = 1e-9
+) -> None:
     """Losses of all iterations and the final parameters agree."""
     assert len(result.losses) == len(reference.losses)
     for ours, theirs in zip(result.losses, reference.losses, strict=True):
@@ -66,20 +88,40 @@ def assert_same_numbers(result: RunResult, reference: ReferenceResult, tolerance
         torch.testing.assert_close(parameters[name], theirs, rtol=0, atol=tolerance)
 
 
-def assert_same_masters(result: RunResult, config: RunConfig, microbatches: tuple[int, ...], iterations: int, *,
-                        share: float) -> None:
-    """Losses agree, and the float32 master weights of the last checkpoint: they are off by such a share of the way that
-    they have gone at most."""
+def assert_same_masters(
+    result: RunResult,
+    config: RunConfig,
+    microbatches: tuple[int, ...],
+    iterations: int,
+    *,
+    share: float,
+    rounding: float = 1e-3,
+) -> None:
+    """Losses and the float32 master weights of the last checkpoint agree.
+
+    Weights are off by such a share of the way that they have gone at most, losses by `rounding` of
+    their value.
+    """
     reference, first = judge(config, microbatches, iterations), judge(config, microbatches, 0)
-    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
+    assert result.losses == pytest.approx(reference.losses, rel=rounding)
     newest = open_latest(result.out / CHECKPOINTS)
     assert newest is not None and newest.iteration == iterations
-    states = load_layers(newest, range(1 + max(int(name.partition(".")[0]) for name in reference.masters)))
-    ours = {name: states[int(layer)][f"model.{of}"] for name in reference.masters
-            for layer, _, of in [name.partition(".")]}
+    states = load_layers(
+        newest, range(1 + max(int(name.partition(".")[0]) for name in reference.masters))
+    )
+    ours = {
+        name: states[int(layer)][f"model.{of}"]
+        for name in reference.masters
+        for layer, _, of in [name.partition(".")]
+    }
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-    off, gone = (sum(float((one[name] - other[name]).square().sum()) for name in reference.masters) ** 0.5
-                 for one, other in ((ours, reference.masters), (reference.masters, first.masters)))
+    distances = []
+    for masters, other in ((ours, reference.masters), (reference.masters, first.masters)):
+        squares = sum(
+            float((masters[name] - other[name]).square().sum()) for name in reference.masters
+        )
+        distances.append(squares**0.5)
+    off, gone = distances
     assert off <= share * gone
 
 
@@ -122,25 +164,39 @@ def command_environment() -> dict[str, str]:
 def losses_in(out: Path) -> list[float]:
     """Those that a run has written, so far."""
     path = out / "losses.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
 def joined(out: Path) -> list[str]:
     """Who has come in."""
     events = map(json.loads, (out / EVENTS).read_text().splitlines())
-    return ["{}.{}".format(*one["worker"]) for one in events if one["event"] == "joined"]
+    return ["{}.{}".format(*event["worker"]) for event in events if event["event"] == "joined"]
 
 
 def metrics_in(out: Path) -> list[Metrics]:
-    """Those that a run has written, so far; each iteration once, none missing, as in the losses."""
+    """The metrics that a run has written so far.
+
+    Each iteration has them once, none is missing, as in the losses.
+    """
     found = [decode_metrics(line) for line in (out / METRICS).read_bytes().splitlines()]
-    assert [(one.iteration, one.loss) for one in found] == list(enumerate(losses_in(out)))
+    assert [(metrics.iteration, metrics.loss) for metrics in found] == list(
+        enumerate(losses_in(out))
+    )
     return found
 
 
 def assert_same_evaluations(out: Path, reference: ReferenceResult, tolerance: float = 1e-9) -> None:
-    """The validation losses that a run has written are those of one process, after the same iterations."""
-    ours = {one.iteration: one.validation_loss for one in metrics_in(out) if one.validation_loss is not None}
+    """The validation losses that a run has written are those of one process.
+
+    They come after the same iterations.
+    """
+    ours = {
+        metrics.iteration: metrics.validation_loss
+        for metrics in metrics_in(out)
+        if metrics.validation_loss is not None
+    }
     assert ours.keys() == reference.evaluations.keys()
     for iteration, theirs in reference.evaluations.items():
         assert abs(ours[iteration] - theirs) <= tolerance
@@ -150,13 +206,16 @@ _HELD_PORTS: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, and that the system gives to nobody else while this process lives:
-    it stays bound, in a way that still lets one listen there."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    _HELD_PORTS.append(held)
-    port: int = held.getsockname()[1]
+    """A port of this machine that nobody listens on.
+
+    The system gives it to nobody else while this process lives: it stays bound, in a way that still
+    lets one listen there.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", 0))
+    _HELD_PORTS.append(listener)
+    port: int = listener.getsockname()[1]
     return port
 
 
@@ -172,21 +231,25 @@ def alive(pid: int) -> bool:
     """Whether the process runs: one that waits for its parent to notice does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    # The latter where it ends between opening and reading.
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started; none where it has ended."""
     with contextlib.suppress(OSError):
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
-                for child in (task / "children").read_text().split()]
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     return []
 
 
 def below(pid: int) -> list[int]:
     """A process's children, and theirs."""
-    return [one for child in children(pid) for one in (child, *below(child))]
+    return [process for child in children(pid) for process in (child, *below(child))]
 
 
 def log_of(out: Path) -> str:

@@ -1,4 +1,7 @@
-"""Speaks to the coordinator and to layer senders as workers do, and as those do who are none."""
+"""Speaks to the coordinator and to layer senders.
+
+It does so as workers do, and as those do who are none.
+"""
 
 import asyncio
 import hashlib
@@ -25,16 +28,31 @@ from slipstream.runtime.protocol.setup import CommonSettings, WorkerResilience
 from slipstream.schedules.schedule import Worker
 
 SECRET = Secret(b"the secret of tests has 32 bytes")
-COMMON = CommonSettings(iterations=4, traced=0, nodes=1, transport="gloo", device="cpu", cuts=(0, 4),
-                        columns=((0, 1, 2, 3),), forms=(), resilience=WorkerResilience(
-                            heartbeat_timeout_seconds=0.5, checkpoint_every=None, verify_every=0))
-"""What all processes of a run are told, of three workers that hold all layers each."""
+COMMON = CommonSettings(
+    iterations=4,
+    traced=0,
+    nodes=1,
+    transport="gloo",
+    device="cpu",
+    cuts=(0, 4),
+    columns=((0, 1, 2, 3),),
+    forms=(),
+    resilience=WorkerResilience(
+        heartbeat_timeout_seconds=0.5, checkpoint_every=None, verify_every=0
+    ),
+)
+"""What all processes of a run of three workers are told.
+
+Each holds all layers.
+"""
 
 
 class Talk:
     """A connection to the coordinator, in an event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: ConnectionKeys) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: ConnectionKeys
+    ) -> None:
         self.reader, self.writer, self.keys = reader, writer, keys
         self.frames = FrameParser(keys.receiving)
 
@@ -48,7 +66,11 @@ class Talk:
 
 
 def framed(body: bytes, keys: ConnectionKeys) -> bytes:
-    return len(body).to_bytes(4, "little") + body + keys.sending.compute_next(hashlib.sha256(body).digest())
+    return (
+        len(body).to_bytes(4, "little")
+        + body
+        + keys.sending.compute_next(hashlib.sha256(body).digest())
+    )
 
 
 async def talk(address, *first, secret: Secret = SECRET) -> Talk:
@@ -119,5 +141,11 @@ def be_asked(connection: socket.socket, purpose="layers", secret: Secret = SECRE
 
 def own_job(job: Job, config: RunConfig, out: Path, **more) -> NodeJob:
     """What a node that is not node 0 has on its own disk."""
-    workers = [Worker(pipeline, column) for pipeline in range(job.pipelines) for column in range(job.stages)]
-    return NodeJob(settings=NodeSettings(config=config, secret=SECRET, out=str(out), **more), workers=workers)
+    workers = [
+        Worker(pipeline, column)
+        for pipeline in range(job.pipelines)
+        for column in range(job.stages)
+    ]
+    return NodeJob(
+        settings=NodeSettings(config=config, secret=SECRET, out=str(out), **more), workers=workers
+    )

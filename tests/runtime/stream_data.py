@@ -1,4 +1,7 @@
-"""Data that are read in order, as from a loader: each sample is the one before, and something more."""
+"""Data that are read in order, as from a loader.
+
+Each sample is the one before, and something more.
+"""
 
 import os
 from collections.abc import Iterator
@@ -12,19 +15,26 @@ from slipstream.runtime.api import RunConfig
 
 
 class Stream:
-    """Tokens that depend on all tokens before. Each process writes down the iterations that it has read."""
+    """Tokens that depend on all tokens before.
+
+    Each process writes down the iterations that it has read.
+    """
 
     digest = "stream"
 
     def __init__(self, config: RunConfig) -> None:
         self.batch, self.context = config.training.batch, config.model.context
-        self.reads = Path(config.training.options["reads"]) if "reads" in config.training.options else None
+        self.reads = (
+            Path(config.training.options["reads"]) if "reads" in config.training.options else None
+        )
         self.next, self.value, self.states = 0, 1, dict[int, int]()
 
     def samples(self, iteration: int, count: int) -> list[tuple[Tensor, Tensor]]:
         if iteration < self.next:
-            self.load_state_dict(iteration if iteration in self.states else 0,
-                                 {"value": self.states.get(iteration, 1)})
+            self.load_state_dict(
+                iteration if iteration in self.states else 0,
+                {"value": self.states.get(iteration, 1)},
+            )
         samples = list[tuple[Tensor, Tensor]]()
         while self.next <= iteration:
             self.states[self.next] = self.value

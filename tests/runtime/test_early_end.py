@@ -1,4 +1,7 @@
-"""Node 0 dies or ends while others are about to join: nobody is left behind, and nobody waits for nothing."""
+"""Node 0 dies or ends while others are about to join.
+
+Nobody is left behind, and nobody waits for nothing.
+"""
 
 import socket
 import subprocess
@@ -27,7 +30,10 @@ SOON = 60.0
 
 
 class Node0s:
-    """One node 0 after the other at the same address: what each answers, before it is gone; None: nothing."""
+    """One node 0 after the other at the same address.
+
+    Each has an answer, before it is gone; None: nothing.
+    """
 
     def __init__(self, *answers):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -52,20 +58,25 @@ class Node0s:
 
 def test_a_worker_whose_node_0_dies_before_it_has_answered_joins_the_next_one():
     node_0 = Node0s(None, SETUP)
-    spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
-                           settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
-    channel, setup = main_thread._join_run(spec, lambda hello,
-                                    seconds: Channel(node_0.address, SECRET, hello, to_worker.decode,
-                                                                         seconds))
+    spec = SimpleNamespace(
+        worker=Worker(0, 0), rank=0, settings=SimpleNamespace(coordinator_timeout_seconds=SOON)
+    )
+    channel, setup = main_thread._join_run(
+        spec,
+        lambda hello, seconds: Channel(node_0.address, SECRET, hello, to_worker.decode, seconds),
+    )
     channel.close()
     assert setup == SETUP and len(node_0.heard) == 2
 
 
 def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeypatch):
-    """It would wait for the other's store, and end, and nobody would know that it was waited for."""
+    # It would wait for the other's store, and end, and nobody would know that it was waited for.
     monkeypatch.setattr(context, "STORE_TIMEOUT", context.timedelta(seconds=5))
     store, address = host_store()
-    setups = [msgspec.structs.replace(SETUP, epoch=1), msgspec.structs.replace(SETUP, epoch=2, store=address)]
+    setups = [
+        msgspec.structs.replace(SETUP, epoch=1),
+        msgspec.structs.replace(SETUP, epoch=2, store=address),
+    ]
     node_0 = Node0s(*setups)
 
     def connect(hello, seconds):
@@ -74,8 +85,9 @@ def test_a_worker_whose_node_0_dies_while_it_starts_follows_the_next_one(monkeyp
     hello = to_coordinator.JoinWorker(Worker(0, 0))
     channel = connect(hello, SOON)
     link = CoordinatorLink(channel, channel.read_first(type(SETUP)), connect)
-    spec = SimpleNamespace(worker=Worker(0, 0), rank=0,
-                           settings=SimpleNamespace(coordinator_timeout_seconds=SOON))
+    spec = SimpleNamespace(
+        worker=Worker(0, 0), rank=0, settings=SimpleNamespace(coordinator_timeout_seconds=SOON)
+    )
     with closing(link):
         assert context._connect_to_store(spec, link).port == address.port
         assert link.setup == setups[1] and node_0.heard[1].epoch == 1
@@ -111,5 +123,7 @@ def app(prog_name, obj):
 commands.app = app
 start.main()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
+    )
     assert (ended.returncode, ended.stdout) == (143, "told"), ended.stderr

@@ -1,4 +1,7 @@
-"""A bit of what a worker holds flips: real processes find it, and their numbers are those of one process."""
+"""A bit of what a worker holds flips.
+
+Real processes find it, and their numbers are those of one process.
+"""
 
 import pytest
 import torch
@@ -17,22 +20,35 @@ WIDE = grid(3, 2, 2, more="optimizer = 1")
 TWO = grid(2, 2, 2, more="optimizer = 1")
 WRONG = Worker(1, 0)
 SAVED = 0, 4
-"""Checkpoints before it is found: the second may still be on its way to the disk."""
+"""Iterations of checkpoints before it is found.
+
+The second may still be on its way to the disk.
+"""
 
 
 def flipped(what, job, config, fork_server, out):
     """One flips in iteration 5; copies are compared before every third step."""
     said = []
-    result = run(schedule_for(job), config, out=out, fork_server=fork_server, resilience=Resilience(
-        scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=4, verify_every=3,
-        faults_per_hour=6, injections=(Injection(WRONG, 5, 1, f"flip {what}"),)), options=RunOptions(
-            notify=lambda one: said.append(str(one))))
+    result = run(
+        schedule_for(job),
+        config,
+        out=out,
+        fork_server=fork_server,
+        resilience=Resilience(
+            scheduler=planned(job),
+            heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+            checkpoint_every=4,
+            verify_every=3,
+            faults_per_hour=6,
+            injections=(Injection(WRONG, 5, 1, f"flip {what}"),),
+        ),
+        options=RunOptions(notify=lambda news: said.append(str(news))),
+    )
     assert_same_numbers(result, judge(config, job.microbatches, config.training.iterations))
-    (recovery,) = [one for one in result.recoveries if one.broken is not None]
+    (recovery,) = [recovery for recovery in result.recoveries if recovery.broken is not None]
     assert "differed before iteration 6: " in recovery.broken
     assert any(line.startswith("copies of layer") for line in said)
     return result, recovery
-
 
 
 def test_of_three_holders_the_wrong_one_is_given_up(fork_server, tmp_path):
@@ -41,31 +57,61 @@ def test_of_three_holders_the_wrong_one_is_given_up(fork_server, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "sharded"), [("state", False), ("state", True), ("copy", True), ("parameters", True)])
+@pytest.mark.parametrize(
+    ("what", "sharded"), [("state", False), ("state", True), ("copy", True), ("parameters", True)]
+)
 def test_of_two_nobody_is_and_all_go_back(what, sharded, fork_server, tmp_path):
     config = tiny(iterations=9, shard_optimizer=sharded)
     result, recovery = flipped(what, TWO, config, fork_server, tmp_path)
-    assert not dead(result) and recovery.went_back_to in SAVED and "there is no majority among" in recovery.broken
+    assert (
+        not dead(result)
+        and recovery.went_back_to in SAVED
+        and "there is no majority among" in recovery.broken
+    )
 
 
 @pytest.mark.parametrize("what", ["parameters", "state"])
 def test_what_flips_after_the_last_step_is_not_published(what, fork_server, tmp_path):
-    """Neither the final parameters nor the last checkpoint: the run ends with an error, and the one before stays."""
-    with pytest.raises(RunError, match=r"final parameter \d|copies of layers? .* differed before iteration 9"):
-        run(schedule_for(TWO), tiny(iterations=9), out=tmp_path, fork_server=fork_server, resilience=Resilience(
-            scheduler=planned(TWO), checkpoint_every=4, injections=(Injection(WRONG, 8, "stepped", f"flip {what}"),)))
+    # Neither the final parameters nor the last checkpoint are: the run ends with an error, and the
+    # one before stays.
+    with pytest.raises(
+        RunError, match=r"final parameter \d|copies of layers? .* differed before iteration 9"
+    ):
+        run(
+            schedule_for(TWO),
+            tiny(iterations=9),
+            out=tmp_path,
+            fork_server=fork_server,
+            resilience=Resilience(
+                scheduler=planned(TWO),
+                checkpoint_every=4,
+                injections=(Injection(WRONG, 8, "stepped", f"flip {what}"),),
+            ),
+        )
     assert not list(tmp_path.glob("parameters/*.safetensors"))
     newest = open_latest(tmp_path / CHECKPOINTS)
     assert newest is not None and newest.iteration == 8
 
 
 def test_a_checkpoint_of_a_wrong_copy_never_appears_and_is_written_again(fork_server, tmp_path):
-    """The bit flips in iteration 5, and the state before the step of 6 is saved: found as 6 is to be committed."""
+    # The bit flips in iteration 5, and the state before the step of 6 is saved: found as 6 is to be
+    # committed.
     config = tiny(iterations=9)
-    result = run(schedule_for(WIDE), config, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-        scheduler=planned(WIDE), heartbeat_timeout_seconds=TIMEOUT_SECONDS, checkpoint_every=3, verify_every=3,
-        faults_per_hour=6, injections=(Injection(WRONG, 5, 1, "flip parameters"),)))
-    (recovery,) = [one for one in result.recoveries if one.broken is not None]
+    result = run(
+        schedule_for(WIDE),
+        config,
+        out=tmp_path,
+        fork_server=fork_server,
+        resilience=Resilience(
+            scheduler=planned(WIDE),
+            heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+            checkpoint_every=3,
+            verify_every=3,
+            faults_per_hour=6,
+            injections=(Injection(WRONG, 5, 1, "flip parameters"),),
+        ),
+    )
+    (recovery,) = [recovery for recovery in result.recoveries if recovery.broken is not None]
     assert "differed before iteration 6: " in recovery.broken and recovery.went_back_to in (0, 3)
     assert_same_numbers(result, judge(config, WIDE.microbatches, 9))
     saved = open_checkpoint(tmp_path / CHECKPOINTS / "iteration-6")

@@ -1,4 +1,7 @@
-"""docs/threat-model.md, tried on a real run: a peer that can reach its ports, with and without the run's secret."""
+"""docs/threat-model.md, tried on a real run.
+
+A peer can reach its ports, with and without the run's secret.
+"""
 
 import contextlib
 import json
@@ -67,7 +70,10 @@ Address = tuple[str, int]
 
 
 class Victim:
-    """A run, and a thread that attacks it while it trains; `said` are the lines of node 0."""
+    """A run, and a thread that attacks it while it trains.
+
+    `said` are the lines of node 0.
+    """
 
     def __init__(self, fork_server: ForkServer, out: Path, monkeypatch) -> None:
         self._fork_server, self._out = fork_server, out
@@ -84,15 +90,21 @@ class Victim:
         monkeypatch.setattr(transition, "_handle_ready", watch)
 
     def suffer(self, attack: Callable[["Victim"], None], secret: Secret | None = SECRET):
-        """Its numbers are those of one process, and nobody was lost. It is ended some time after the attack is over."""
-        thread, left = threading.Thread(target=self._attack, args=(attack,)), [AFTERWARDS]
+        """Its numbers are those of one process, and nobody was lost.
+
+        It is ended some time after the attack is over.
+        """
+        thread, iterations_left = (
+            threading.Thread(target=self._attack, args=(attack,)),
+            [AFTERWARDS],
+        )
 
         def begin(iteration: int, _: float) -> None:
             if iteration == 1:
                 thread.start()
             elif iteration > 1 and not thread.is_alive():
-                left[0] -= 1
-                if left[0] == 0:
+                iterations_left[0] -= 1
+                if iterations_left[0] == 0:
                     os.kill(os.getpid(), signal.SIGTERM)
 
         def announce(opened) -> None:
@@ -105,9 +117,19 @@ class Victim:
             recoveries.extend([news] if isinstance(news, Recovery) else [])
 
         with pytest.raises(RunStopped):
-            run(schedule_for(JOB, [str(ABSENT)]), CONFIG, out=self._out, progress=begin, fork_server=self._fork_server,
-                resilience=Resilience(checkpoint_every=None, heartbeat_timeout_seconds=TIMEOUT_SECONDS),
-                options=RunOptions(announce=announce, secret=secret, grace_seconds=GRACE_SECONDS, notify=tell))
+            run(
+                schedule_for(JOB, [str(ABSENT)]),
+                CONFIG,
+                out=self._out,
+                progress=begin,
+                fork_server=self._fork_server,
+                resilience=Resilience(
+                    checkpoint_every=None, heartbeat_timeout_seconds=TIMEOUT_SECONDS
+                ),
+                options=RunOptions(
+                    announce=announce, secret=secret, grace_seconds=GRACE_SECONDS, notify=tell
+                ),
+            )
         thread.join(SOON)
         assert not thread.is_alive() and not self.errors, self.errors
         assert not recoveries
@@ -134,7 +156,10 @@ def connect(address: Address) -> socket.socket:
 
 
 def all_of(connection: socket.socket) -> bytes:
-    """What the other end sends until it ends the connection. Raises TimeoutError where it does not."""
+    """What the other end sends until it ends the connection.
+
+    Raises TimeoutError where it does not.
+    """
     data = b""
     with contextlib.suppress(ConnectionError):
         while more := connection.recv(2**16):
@@ -150,17 +175,23 @@ def answer_to(address: Address, data: bytes) -> bytes:
 
 
 def is_greeting(data: bytes) -> bool:
-    """All that a stranger hears; nothing where what it sent had made the connection end before it was heard."""
+    """Whether this is all that a stranger hears: a greeting, or nothing."""
     return data == b"" or (data.startswith(PROTOCOL_VERSION) and len(data) == GREETING_BYTES)
 
 
 def recorded(address: Address, purpose="control") -> bytes:
-    """What one who knows the secret says to a greeting, as one who listens hears it."""
+    """What one who knows the secret says to a greeting.
+
+    One who listens hears it.
+    """
     with connect(address) as connection:
         greeting = connection.recv(GREETING_BYTES, socket.MSG_WAITALL)
         answer = ChallengeAnswer(SECRET, purpose, greeting)
-        first = encode_frame(JoinWorker(ABSENT)).with_tag(answer.keys.sending) if purpose == "control" \
+        first = (
+            encode_frame(JoinWorker(ABSENT)).with_tag(answer.keys.sending)
+            if purpose == "control"
             else b"".join(encode_message(answer.keys.sending, LayerRequest((0,))))
+        )
         return answer.hello + first
 
 
@@ -172,16 +203,29 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
         idle = [connect(victim.control) for _ in range(100)]
         for address, purpose in ((victim.control, "control"), (layers, "layers")):
             other = "layers" if purpose == "control" else "control"
-            for data in (b"GET / HTTP/1.1\r\nHost: there\r\nUser-Agent: a browser that means no harm\r\n\r\n",
-                         bytes(10**7), recorded(address, purpose), recorded(address, other)):
+            for data in (
+                b"GET / HTTP/1.1\r\nHost: there\r\nUser-Agent: a browser that means no harm\r\n"
+                b"\r\n",
+                bytes(10**7),
+                recorded(address, purpose),
+                recorded(address, other),
+            ):
                 assert is_greeting(answer_to(address, data))
-            with connect(address) as connection, pytest.raises(Exception, match="its secret differs"):
-                authenticate_connection(connection, OTHER, purpose,
-                                        lambda tags: encode_frame(JoinNode(1)).with_tag(tags))
-        with connect(victim.control) as mirror, connect(victim.control) as other:  # each hears what the other says
+            with (
+                connect(address) as connection,
+                pytest.raises(Exception, match="its secret differs"),
+            ):
+                authenticate_connection(
+                    connection,
+                    OTHER,
+                    purpose,
+                    lambda tags: encode_frame(JoinNode(1)).with_tag(tags),
+                )
+        # Each hears what the other says.
+        with connect(victim.control) as mirror, connect(victim.control) as other:
             greeting = mirror.recv(GREETING_BYTES, socket.MSG_WAITALL)
             other.recv(GREETING_BYTES, socket.MSG_WAITALL)
-            other.sendall(greeting[len(PROTOCOL_VERSION):] + bytes(TAG_BYTES))
+            other.sendall(greeting[len(PROTOCOL_VERSION) :] + bytes(TAG_BYTES))
             assert all_of(other) == b""
         half = connect(victim.control)
         half.sendall(b"a part of a hello")
@@ -191,43 +235,73 @@ def test_who_does_not_know_the_secret_hears_a_greeting_and_changes_nothing(victi
 
     victim.suffer(attack)
     lines = [line for line in victim.said if "was cut off" in line]
-    assert 5 <= sum("it does not know the secret of this run" in line for line in lines) <= len(lines) <= 12
+    assert (
+        5
+        <= sum("it does not know the secret of this run" in line for line in lines)
+        <= len(lines)
+        <= 12
+    )
     assert "it does not know the secret of this run" in log_of(victim._out)
     assert "connections sent no request" in log_of(victim._out)  # 100 of 64 that may
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [
-    b"{}", b"\xff" * 10**6, b'{"type":"IterationReport","worker":[1,1],"order":1,"iteration":"3"}',
-    b'{"type":"Ready","worker":[1,1],"corpus":3,"address":["",1]}', b"[" * 10**6])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"\xff" * 10**6,
+        b'{"type":"IterationReport","worker":[1,1],"order":1,"iteration":"3"}',
+        b'{"type":"Ready","worker":[1,1],"corpus":3,"address":["",1]}',
+        b"[" * 10**6,
+    ],
+)
 def test_a_peer_with_the_secret_that_makes_no_sense_ends_its_own_connection(body, victim):
     def attack(victim: Victim) -> None:
         with connect(victim.control) as connection:
-            keys = authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
+            keys = authenticate_connection(
+                connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag
+            )
             with contextlib.suppress(ConnectionError):
                 connection.sendall(framed(body, keys))
             all_of(connection)
 
     victim.suffer(attack)
     (line,) = [line for line in victim.said if "was cut off" in line]
-    assert line.startswith(f"worker {ABSENT} at 127.0.0.1:") and len(line) < 300 and "\n" not in line
+    assert (
+        line.startswith(f"worker {ABSENT} at 127.0.0.1:") and len(line) < 300 and "\n" not in line
+    )
 
 
 def test_a_peer_with_the_secret_that_says_what_cannot_be_ends_its_own_connection(victim):
-    wrong = [IterationReport(ABSENT, 1, 10**9, 0.0, 0.1), StepValidated(1, StepFactor(10**9, None)),
-             Paused(ABSENT, 1, HeldState(((0, 99),)), None, None),
-             Paused(ABSENT, 1, HeldState(parts=((99, 0, 1),)), None, None),
-             Paused(ABSENT, 1, HeldState(((0, 1),)), StepFactor(-7, 1.0), None),
-             Injected(ABSENT, 10**6, 0.0)]
-    harmless = [Finished(ABSENT, 1, {"weight": "x"}), FetchFailed(ABSENT, 9), Heartbeat(),
-                IterationReport(ABSENT, 9, 3, 0.0, 0.1),
-                Note(ABSENT, "\x1b[2Jall is lost\n" + "x" * 10**5)]
+    wrong = [
+        IterationReport(ABSENT, 1, 10**9, 0.0, 0.1),
+        StepValidated(1, StepFactor(10**9, None)),
+        Paused(ABSENT, 1, HeldState(((0, 99),)), None, None),
+        Paused(ABSENT, 1, HeldState(parts=((99, 0, 1),)), None, None),
+        Paused(ABSENT, 1, HeldState(((0, 1),)), StepFactor(-7, 1.0), None),
+        Injected(ABSENT, 10**6, 0.0),
+    ]
+    harmless = [
+        Finished(ABSENT, 1, {"weight": "x"}),
+        FetchFailed(ABSENT, 9),
+        Heartbeat(),
+        IterationReport(ABSENT, 9, 3, 0.0, 0.1),
+        Note(ABSENT, "\x1b[2Jall is lost\n" + "x" * 10**5),
+    ]
 
     def attack(victim: Victim) -> None:
         for message in wrong:
             with connect(victim.control) as connection:
-                keys = authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
-                connection.sendall(b"".join(encode_frame(one).with_tag(keys.sending) for one in (*harmless, message)))
+                keys = authenticate_connection(
+                    connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag
+                )
+                connection.sendall(
+                    b"".join(
+                        encode_frame(message_).with_tag(keys.sending)
+                        for message_ in (*harmless, message)
+                    )
+                )
                 all_of(connection)
 
     victim.suffer(attack)
@@ -242,12 +316,14 @@ def test_the_set_up_that_a_worker_is_sent_names_no_code_no_path_and_no_secret(vi
 
     def attack(victim: Victim) -> None:
         with connect(victim.control) as connection:
-            authenticate_connection(connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag)
+            authenticate_connection(
+                connection, SECRET, "control", encode_frame(JoinWorker(ABSENT)).with_tag
+            )
             heard.append(connection.recv(2**16))
 
     victim.suffer(attack)
     length = int.from_bytes(heard[0][:4], "little")
-    setup = json.loads(heard[0][4:4 + length])
+    setup = json.loads(heard[0][4 : 4 + length])
     assert setup.pop("type") == "WorkerSetup"
     keys = setup.keys() | setup["common"].keys()
     assert not keys & {"config", "model", "training", "out", "resume", "checkpoints", "secret"}
@@ -269,11 +345,12 @@ def test_the_secret_is_in_no_command_line_and_in_no_environment(tmp_path, monkey
         Victim(fork_server, tmp_path, monkeypatch).suffer(attack, secret=SECRET)
     assert len(seen) >= 8 and any(seen)
     for hidden in (text.encode(), SECRET, SECRET.hex().encode()):
-        assert not any(hidden in one for one in seen)
+        assert not any(hidden in text_ for text_ in seen)
 
 
 def test_a_worker_that_is_killed_while_strangers_knock_is_survived_all_the_same(victim):
-    """Nothing of what they do holds up what has to be done: the run ends with one line, at once."""
+    # Nothing of what they do holds up what has to be done: the run ends with one line, at once.
+
     def attack(victim: Victim) -> None:
         victim.open = [connect(victim.control) for _ in range(50)]
         os.kill(victim._fork_server.pids["0.1"], signal.SIGKILL)
@@ -283,7 +360,10 @@ def test_a_worker_that_is_killed_while_strangers_knock_is_survived_all_the_same(
 
 
 class Impostor:
-    """Answers in the place of a coordinator that has died, in another wrong way each time."""
+    """Answers in the place of a coordinator that has died.
+
+    Each answer is wrong in another way.
+    """
 
     def __init__(self, address: Address, epoch: int) -> None:
         self.listener = socket.create_server(address)
@@ -295,13 +375,21 @@ class Impostor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in (*self.open, self.listener):
-            one.close()
+        for connection in (*self.open, self.listener):
+            connection.close()
 
     def play(self) -> None:
         """Each trick with some worker, which ends the connection, or is left waiting."""
-        for trick in (self.babble, self.say_nothing, self.know_another_secret, self.repeat_what_was_said, self.hang_up,
-                      self.be_the_last_one, self.be_an_earlier_one, self.give_orders_first):
+        for trick in (
+            self.babble,
+            self.say_nothing,
+            self.know_another_secret,
+            self.repeat_what_was_said,
+            self.hang_up,
+            self.be_the_last_one,
+            self.be_an_earlier_one,
+            self.give_orders_first,
+        ):
             connection, _ = self.listener.accept()
             connection.settimeout(SOON)
             self.open.append(connection)
@@ -323,7 +411,9 @@ class Impostor:
     def repeat_what_was_said(self, connection: socket.socket) -> None:
         """By a coordinator that had the secret, to another connection."""
         challenge = Challenge(SECRET, "control")
-        proof, keys = challenge.verify_hello(ChallengeAnswer(SECRET, "control", challenge.greeting).hello)
+        proof, keys = challenge.verify_hello(
+            ChallengeAnswer(SECRET, "control", challenge.greeting).hello
+        )
         connection.sendall(challenge.greeting)
         connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
         connection.sendall(proof + encode_frame(self.setup(self.epoch + 1)).with_tag(keys.sending))
@@ -340,18 +430,27 @@ class Impostor:
         self.answer(connection, self.setup(1))
 
     def give_orders_first(self, connection: socket.socket) -> None:
-        self.answer(connection, EndOrder(1), Finish(order=99, first_iteration=1, writers=()), Leave())
+        self.answer(
+            connection, EndOrder(1), Finish(order=99, first_iteration=1, writers=()), Leave()
+        )
 
     def answer(self, connection: socket.socket, *messages) -> None:
         keys = be_asked(connection, "control").keys
-        connection.sendall(b"".join(encode_frame(one).with_tag(keys.sending) for one in messages))
+        connection.sendall(
+            b"".join(encode_frame(message).with_tag(keys.sending) for message in messages)
+        )
 
     def setup(self, epoch: int) -> WorkerSetup:
-        return WorkerSetup(epoch=epoch, first_iteration=0, common=COMMON, store=Rendezvous("127.0.0.1", 1))
+        return WorkerSetup(
+            epoch=epoch, first_iteration=0, common=COMMON, store=Rendezvous("127.0.0.1", 1)
+        )
 
 
 def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_node_0_is(tmp_path):
-    """And who repeats to that one what a worker has said to the one before, is not heard."""
+    """An impostor in a dead node 0's place is not followed, the next is.
+
+    Who repeats to that one what a worker has said to the one before is not heard.
+    """
     out, log = tmp_path / "out", tmp_path / "log"
     words = (out, 0, 1, "training@5", "", 240, "with the secret")
     first = Launcher(LEAD, out, free_port(), *words[2:], log=log)
@@ -367,11 +466,24 @@ def test_who_answers_in_the_place_of_a_dead_node_0_is_not_followed_and_the_next_
     hello = ChallengeAnswer(SECRET, "control", said)
     while second.poll() is None:
         with contextlib.suppress(OSError):
-            heard.append(answer_to(address,
-                                   hello.hello + encode_frame(JoinWorker(Worker(0, 0))).with_tag(hello.keys.sending)))
+            heard.append(
+                answer_to(
+                    address,
+                    hello.hello
+                    + encode_frame(JoinWorker(Worker(0, 0))).with_tag(hello.keys.sending),
+                )
+            )
         time.sleep(0.005)
-    told = log.read_text()
-    assert second.poll() == 0 and "node 0 continues with the 4 workers" in told and "Traceback" not in told, told
-    assert heard and all(map(is_greeting, heard)) and "it does not know the secret of this run" in told
-    assert losses_in(out)[:len(before)] == before and "Traceback" not in log_of(out)
+    log_text = log.read_text()
+    assert (
+        second.poll() == 0
+        and "node 0 continues with the 4 workers" in log_text
+        and "Traceback" not in log_text
+    ), log_text
+    assert (
+        heard
+        and all(map(is_greeting, heard))
+        and "it does not know the secret of this run" in log_text
+    )
+    assert losses_in(out)[: len(before)] == before and "Traceback" not in log_of(out)
     assert_right(out)

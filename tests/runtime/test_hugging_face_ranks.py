@@ -1,4 +1,7 @@
-"""Decoder layers over the ranks of a worker: the gradients of one process, and then its training, with failures."""
+"""Decoder layers over the ranks of a worker.
+
+They have the gradients of one process, and then its training, with failures.
+"""
 
 import json
 from collections import deque
@@ -49,11 +52,13 @@ def test_gradients_are_those_of_one_process(case, found):
 
 def kept_by_experts(ranks: int, width: int, folder: Path) -> tuple[float, float]:
     """Bytes that the experts of a rank keep for their backward, and then for W."""
-    config = config_of(folder, "mixtral", "none", ranks, intermediate_size=width, num_key_value_heads=4)
+    config = config_of(
+        folder, "mixtral", "none", ranks, intermediate_size=width, num_key_value_heads=4
+    )
     found, work = dict[int, int](), deque()
     with simulating_rank(ranks):
         mixture = build_model(config.model, 0, torch.float64, CPU).build(1).layer.mlp
-        given = torch.randn(2, 16, 16, dtype=torch.float64, requires_grad=True)
+        value = torch.randn(2, 16, 16, dtype=torch.float64, requires_grad=True)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if not isinstance(tensor, torch.nn.Parameter):
@@ -61,32 +66,53 @@ def kept_by_experts(ranks: int, width: int, folder: Path) -> tuple[float, float]
             return tensor
 
         with deferring_weights(work), saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = mixture(given)
+            output = mixture(value)
         backward_input([output], [torch.ones_like(output)], work)
-    stashed = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for one in work
-               if isinstance(one, partial) for tensor in one.args[1].args[:2]}
+    stashed = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for node in work
+        if isinstance(node, partial)
+        for tensor in node.args[1].args[:2]
+    }
     return sum(found.values()), sum(stashed.values())
 
 
 def test_a_rank_has_room_for_all_tokens_that_may_choose_its_experts(tmp_path):
-    """As is estimated: what grows with the width of experts is the same on two ranks as on one, and half on four."""
-    kept = {ranks: [large - small for large, small in zip(*(
-        kept_by_experts(ranks, width, tmp_path) for width in (48, 24)), strict=True)] for ranks in (1, 2, 4)}
+    # By the estimate, what grows with the width of experts is the same on two ranks as on one, and
+    # half on four.
+    kept = {}
+    for ranks in (1, 2, 4):
+        wide, narrow = (kept_by_experts(ranks, width, tmp_path) for width in (48, 24))
+        kept[ranks] = [large - small for large, small in zip(wide, narrow, strict=True)]
     assert kept[2] == kept[1] == [2 * bytes_ for bytes_ in kept[4]]
-    of_bfloat16, tokens, grown = 4, 32, [large - small for large, small in zip(*(
-        experts_shape(16, width, number=4, chosen=2, gated=True).worst_case_bytes(1) for width in (48, 24)),
-                                                                               strict=True)]
+    wide, narrow = (
+        experts_shape(16, width, number=4, chosen=2, gated=True).worst_case_bytes(1)
+        for width in (48, 24)
+    )
+    grown = [large - small for large, small in zip(wide, narrow, strict=True)]
+    of_bfloat16, tokens = 4, 32
     assert kept[1][1] == of_bfloat16 * tokens * grown[1]
     wide = experts_shape(16, 48, number=4, chosen=2, gated=True)
-    assert [wide.worst_case_bytes(ranks)[1] / ranks / wide.stash for ranks in (2, 4)] == pytest.approx([1, 0.5],
-                                                                                                       rel=0.05)
+    assert [
+        wide.worst_case_bytes(ranks)[1] / ranks / wide.stash for ranks in (2, 4)
+    ] == pytest.approx([1, 0.5], rel=0.05)
 
 
 @pytest.mark.slow
 def test_experts_of_two_ranks_move_with_their_layers(fork_server, tmp_path):
     config = config_of(tmp_path, "qwen3_moe", "none", 2, num_hidden_layers=6)
-    training = replace(config.training, iterations=60, clip_norm=1.6, evaluate_every=10, validation_text=__file__,
-                       shard_optimizer=True)
-    result, events, _ = train([at("1.2", 2, "O")], fork_server, tmp_path / "run",
-                              config=replace(config, training=training))
+    training = replace(
+        config.training,
+        iterations=60,
+        clip_norm=1.6,
+        evaluate_every=10,
+        validation_text=__file__,
+        shard_optimizer=True,
+    )
+    result, events, _ = train(
+        [at("1.2", 2, "O")],
+        fork_server,
+        tmp_path / "run",
+        config=replace(config, training=training),
+    )
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]

@@ -1,5 +1,7 @@
-"""Runs with Muon, and with a user's optimizer of whole layers, whatever fails; beside one process that steps by
-`torch.optim.Muon` and `torch.optim.AdamW`."""
+"""Runs with Muon, and with a user's optimizer of whole layers, whatever fails.
+
+They are compared with one process that steps by `torch.optim.Muon` and `torch.optim.AdamW`.
+"""
 
 import sys
 from dataclasses import replace
@@ -28,22 +30,48 @@ WIDE = grid(3, 2, 2, more="optimizer = 1")
 
 
 def by_torch(config: RunConfig, job: Job = WIDE) -> ReferenceResult:
-    """One process, as one would write it: Muon for what is a matrix in the blocks, clipping by torch's own function."""
+    """Train in one process, as one would write it.
+
+    Muon steps what is a matrix in the blocks, and torch's own function clips.
+    """
     training = config.training
     model = build_model(config.model, training.seed, torch.float64, torch.device("cpu"))
     corpus = load_data(config, job.microbatches)
     layers = torch.nn.ModuleList(model.build(layer) for layer in range(model.layers))
-    matrices = [one for block in layers[1:-1] for one in block.parameters() if one.dim() == 2]
-    vectors = [one for one in layers.parameters() if one.dim() == 1]
-    ends = [one for layer in (layers[0], layers[-1]) for one in layer.parameters() if one.dim() == 2]
-    muon = torch.optim.Muon(matrices, lr=training.muon.learning_rate, weight_decay=training.weight_decay)
-    adamw = torch.optim.AdamW([{"params": ends}, {"params": vectors, "weight_decay": 0.0}], lr=training.learning_rate,
-                              betas=training.betas, eps=training.epsilon, weight_decay=training.weight_decay)
+    matrices = [
+        parameter
+        for block in layers[1:-1]
+        for parameter in block.parameters()
+        if parameter.dim() == 2
+    ]
+    vectors = [parameter for parameter in layers.parameters() if parameter.dim() == 1]
+    ends = [
+        parameter
+        for layer in (layers[0], layers[-1])
+        for parameter in layer.parameters()
+        if parameter.dim() == 2
+    ]
+    muon = torch.optim.Muon(
+        matrices, lr=training.muon.learning_rate, weight_decay=training.weight_decay
+    )
+    adamw = torch.optim.AdamW(
+        [{"params": ends}, {"params": vectors, "weight_decay": 0.0}],
+        lr=training.learning_rate,
+        betas=training.betas,
+        eps=training.epsilon,
+        weight_decay=training.weight_decay,
+    )
     losses = []
     for iteration in range(training.iterations):
-        samples = [Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(job.microbatches)
-                   for index in range(count)]
-        mean = [_compute_loss(config, model, layers, corpus, sample) / len(samples) for sample in samples]
+        samples = [
+            Microbatch(iteration, pipeline, index)
+            for pipeline, count in enumerate(job.microbatches)
+            for index in range(count)
+        ]
+        mean = [
+            _compute_loss(config, model, layers, corpus, sample) / len(samples)
+            for sample in samples
+        ]
         for loss in mean:
             loss.backward()
         losses.append(sum(loss.item() for loss in mean))
@@ -52,7 +80,9 @@ def by_torch(config: RunConfig, job: Job = WIDE) -> ReferenceResult:
         muon.step()
         adamw.step()
         layers.zero_grad()
-    return ReferenceResult(losses, {name: one.detach() for name, one in layers.named_parameters()}, "", {})
+    return ReferenceResult(
+        losses, {name: parameter.detach() for name, parameter in layers.named_parameters()}, "", {}
+    )
 
 
 def muon(iterations: int, **training: object) -> RunConfig:
@@ -61,7 +91,9 @@ def muon(iterations: int, **training: object) -> RunConfig:
 
 def test_one_dies_after_a_step_that_is_undone(fork_server, tmp_path):
     config = muon(6, clip_norm=1.8)
-    result = train([at("1.0", 2, "O"), at("2.1", 4, 1)], fork_server, tmp_path, job=WIDE, config=config)
+    result = train(
+        [at("1.0", 2, "O"), at("2.1", 4, 1)], fork_server, tmp_path, job=WIDE, config=config
+    )
     assert dead(result) == ["1.0", "2.1"]
     assert_same_numbers(result, by_torch(config))
 
@@ -71,16 +103,26 @@ def test_one_dies_after_a_step_that_is_undone(fork_server, tmp_path):
 def test_killed_anywhere_and_back(clip_norm, fork_server, tmp_path):
     config = muon(KILLS_ITERATIONS, clip_norm=clip_norm)
     result = train(KILLS, fork_server, tmp_path, job=WIDE, config=config, returns=BACK)
-    assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
-    assert all(one.meanwhile for one in result.recoveries if one.returned), "who comes back makes the same steps"
+    assert set(dead(result)) == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == [
+        "0.0",
+        "2.1",
+    ]
+    assert all(recovery.meanwhile for recovery in result.recoveries if recovery.returned), (
+        "who comes back makes the same steps"
+    )
     assert_same_numbers(result, by_torch(config))
 
 
 @pytest.mark.slow
 def test_layers_move(fork_server, tmp_path):
     """After a death layers are spread anew: matrices move with their momentum, while all train."""
-    config = eight_layers(iterations=60, optimizer="muon", muon={"learning_rate": 0.02}, evaluate_every=10,
-                          validation_text=__file__)
+    config = eight_layers(
+        iterations=60,
+        optimizer="muon",
+        muon={"learning_rate": 0.02},
+        evaluate_every=10,
+        validation_text=__file__,
+    )
     result, events, _ = settle([at("1.2", 2, "O")], fork_server, tmp_path, config=config)
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
     assert_same_numbers(result, by_torch(config, LINEAR))
@@ -88,10 +130,21 @@ def test_layers_move(fork_server, tmp_path):
 
 def test_a_checkpoint_goes_on_with_its_momentum(fork_server, tmp_path):
     config = muon(6)
-    first = run(schedule_for(WIDE), config, out=tmp_path / "first", iterations=3, fork_server=fork_server,
-                resilience=Resilience(checkpoint_every=3))
-    second = run(schedule_for(WIDE), config, out=tmp_path / "second", fork_server=fork_server,
-                 resilience=Resilience(resume=open_latest(first.out / CHECKPOINTS)))
+    first = run(
+        schedule_for(WIDE),
+        config,
+        out=tmp_path / "first",
+        iterations=3,
+        fork_server=fork_server,
+        resilience=Resilience(checkpoint_every=3),
+    )
+    second = run(
+        schedule_for(WIDE),
+        config,
+        out=tmp_path / "second",
+        fork_server=fork_server,
+        resilience=Resilience(resume=open_latest(first.out / CHECKPOINTS)),
+    )
     assert_same_numbers(replace(second, losses=first.losses + second.losses), by_torch(config))
 
 
@@ -102,12 +155,19 @@ def test_an_optimizer_of_whole_layers_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "whole_optimizer", raising=False)
-    config = tiny(iterations=KILLS_ITERATIONS, optimizer="whole_optimizer:Whitened", learning_rate=0.02)
+    config = tiny(
+        iterations=KILLS_ITERATIONS, optimizer="whole_optimizer:Whitened", learning_rate=0.02
+    )
     with own_fork_server() as fork_server:
         result = train(KILLS, fork_server, tmp_path / "run", job=WIDE, config=config, returns=BACK)
     assert sorted(returned(result)) == ["0.0", "2.1"]
 
 
 def test_who_would_have_a_part_of_a_matrix_is_refused(fork_server, tmp_path):
-    with pytest.raises(ConfigError, match=r"'muon', which needs whole parameters, and training.shard_optimizer true"):
-        run(schedule_for(WIDE), muon(3, shard_optimizer=True), out=tmp_path, fork_server=fork_server)
+    with pytest.raises(
+        ConfigError,
+        match=r"'muon', which needs whole parameters, and training.shard_optimizer true",
+    ):
+        run(
+            schedule_for(WIDE), muon(3, shard_optimizer=True), out=tmp_path, fork_server=fork_server
+        )

@@ -1,4 +1,7 @@
-"""What torch is told before it makes a communicator: its own answers to errors would end processes of ours."""
+"""What torch is told before it makes a communicator.
+
+Its own answers to errors would end processes of ours.
+"""
 
 import os
 from datetime import timedelta
@@ -11,7 +14,11 @@ from torch import distributed
 from torch.distributed import DebugLevel, distributed_c10d
 
 from slipstream.runtime.protocol.store import host_store
-from slipstream.runtime.replay.torch_groups import BLOCKING_VARIABLE, NCCL_ENVIRONMENT, create_nccl_group
+from slipstream.runtime.replay.torch_groups import (
+    BLOCKING_VARIABLE,
+    NCCL_ENVIRONMENT,
+    create_nccl_group,
+)
 
 
 @pytest.fixture
@@ -34,7 +41,8 @@ def seen(monkeypatch):
 
 @pytest.mark.parametrize("level", DebugLevel.__members__.values(), ids=str)
 def test_whatever_the_user_has_set_torch_ends_no_process(level, seen):
-    """At the level of DETAIL, torch debugs what is out of step, and for that turns its handling of errors on."""
+    # At the level of DETAIL, torch debugs what is out of step, and for that turns its handling of
+    # errors on.
     os.environ.update(dict.fromkeys(NCCL_ENVIRONMENT, "1"))
     distributed.set_debug_level(level)
     store, _ = host_store()
@@ -42,7 +50,9 @@ def test_whatever_the_user_has_set_torch_ends_no_process(level, seen):
     ((environment, debugs, options),) = seen
     assert NCCL_ENVIRONMENT.items() <= environment.items()
     assert debugs == (DebugLevel.INFO if level == DebugLevel.DETAIL else level)
-    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30.0" and options.config.blocking is True
+    assert (
+        environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30.0" and options.config.blocking is True
+    )
 
 
 @pytest.mark.parametrize("directed", [False, True])
@@ -56,6 +66,8 @@ def test_who_is_one_of_two_takes_few_channels(directed, seen, monkeypatch):
 
 
 def test_torch_knows_each_of_these_variables():
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    header = (
+        Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    )
     names = header.read_text()
     assert [name for name in NCCL_ENVIRONMENT if f'"{name}"' not in names] == []

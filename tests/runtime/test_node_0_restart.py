@@ -1,4 +1,7 @@
-"""Node 0's process is killed; one that is started anew finds the workers, and goes on with them."""
+"""Node 0's process is killed.
+
+One that is started anew finds the workers, and goes on with them.
+"""
 
 import os
 import signal
@@ -42,15 +45,27 @@ SEEN = "processes-seen"
 LEAD, FOLLOW = (f"tests.runtime.test_node_0_restart:{function}" for function in ("lead", "follow"))
 
 
-def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "240",
-         secret: str = "", ranks: str = "1") -> None:
-    """Node 0. It is killed right before, right after, or some time after the losses of some iteration are written, as
-    `dies` says; or while it does not know yet how all have stepped that one, and they have stepped the next.
+def lead(
+    out: str,
+    port: str,
+    nodes: str,
+    dies: str,
+    clip: str,
+    timeout: str = "240",
+    secret: str = "",
+    ranks: str = "1",
+) -> None:
+    """Lead a run as node 0 until it is killed, or ends.
 
-    One that is to be killed waits after its first iteration until the test has seen its processes (`SEEN`).
+    It is killed right before, right after, or some time after the losses of some iteration are
+    written, as `dies` says; or while it does not know yet how all have stepped that one, and they
+    have stepped the next.
 
-    With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers for a moment, and
-    begins anew where there are none.
+    One that is to be killed waits after its first iteration until the test has seen its processes
+    (`SEEN`).
+
+    With `secret`, and where there are other nodes, it is given one. "anew" looks for other workers
+    for a moment, and begins anew where there are none.
     """
     from slipstream.runtime.coordinator.decisions import failover
     from tests.runtime.test_going_back import on_the_spot
@@ -58,7 +73,9 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     place, _, at = dies.partition("@")
     if at:
         hold_at(0, Path(out).with_name(SEEN))
-    config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None, tensor_parallel=int(ranks))
+    config = tiny(
+        iterations=ITERATIONS, clip_norm=float(clip) if clip else None, tensor_parallel=int(ranks)
+    )
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -68,17 +85,28 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
             if place in ("committed", "failing later"):
                 die()
             import threading
+
             threading.Timer(0.03, die).start()
 
-    def validated(log: CommitLog, order: int, factor: StepFactor) -> tuple[CommitLog, list[CommittedIteration]]:
-        return (log, []) if place == "stepped" and factor.iteration == int(at) else heard(log, order, factor)
+    def validated(
+        log: CommitLog, order: int, factor: StepFactor
+    ) -> tuple[CommitLog, list[CommittedIteration]]:
+        return (
+            (log, [])
+            if place == "stepped" and factor.iteration == int(at)
+            else heard(log, order, factor)
+        )
 
-    def ran(log: CommitLog, *reports: IterationReport) -> tuple[CommitLog, list[CommittedIteration]]:
-        if place == "stepped" and any(one.iteration > int(at) and one.worker != Worker(0, 0) for one in reports):
+    def ran(
+        log: CommitLog, *reports: IterationReport
+    ) -> tuple[CommitLog, list[CommittedIteration]]:
+        if place == "stepped" and any(
+            report.iteration > int(at) and report.worker != Worker(0, 0) for report in reports
+        ):
             time.sleep(1.0)  # the others step it, too
             die()
         found = entered(log, *reports)
-        if place == "committing" and any(one.iteration == int(at) for one in found[1]):
+        if place == "committing" and any(commit.iteration == int(at) for commit in found[1]):
             die()
         return found
 
@@ -94,22 +122,44 @@ def lead(out: str, port: str, nodes: str, dies: str, clip: str, timeout: str = "
     elif place == "failing later":
         injections = [Injection(Worker(1, 0), 20, "A", "cut")]
     with fork_server_of_launcher() as fork_server:
-        result = run(scheduler(()), config, out=Path(out), progress=progress, fork_server=fork_server,
-                     options=RunOptions(
-                         nodes=int(nodes), rendezvous=Rendezvous("127.0.0.1", int(port)) if int(port) else None,
-                         secret=SECRET if int(nodes) > 1 or secret else None, force=place == "anew",
-                         notify=lambda news: print(news, file=sys.stderr, flush=True)),
-                     resilience=against(injections, scheduler=scheduler, returns=tuple(returns),
-                                        fetch_bytes_per_second=50e3, coordinator_timeout_seconds=float(timeout)))
-    print(result.parameter_digest, *(one.reasons for one in result.recoveries))
+        address = Rendezvous("127.0.0.1", int(port)) if int(port) else None
+        options = RunOptions(
+            nodes=int(nodes),
+            rendezvous=address,
+            secret=SECRET if int(nodes) > 1 or secret else None,
+            force=place == "anew",
+            notify=lambda news: print(news, file=sys.stderr, flush=True),
+        )
+        result = run(
+            scheduler(()),
+            config,
+            out=Path(out),
+            progress=progress,
+            fork_server=fork_server,
+            options=options,
+            resilience=against(
+                injections,
+                scheduler=scheduler,
+                returns=tuple(returns),
+                fetch_bytes_per_second=50e3,
+                coordinator_timeout_seconds=float(timeout),
+            ),
+        )
+    print(result.parameter_digest, *(recovery.reasons for recovery in result.recoveries))
 
 
 def follow(out: str, port: str, clip: str, timeout: str = "240") -> None:
     config = tiny(iterations=ITERATIONS, clip_norm=float(clip) if clip else None)
-    own = own_job(JOB, config, Path(out), coordinator_timeout_seconds=float(timeout))
+    job = own_job(JOB, config, Path(out), coordinator_timeout_seconds=float(timeout))
     with fork_server_of_launcher() as fork_server:
-        join_run(Rendezvous("127.0.0.1", int(port)), own, node=1, nodes=2, fork_server=fork_server,
-                 notify=lambda news: print(news, file=sys.stderr, flush=True))
+        join_run(
+            Rendezvous("127.0.0.1", int(port)),
+            job,
+            node=1,
+            nodes=2,
+            fork_server=fork_server,
+            notify=lambda news: print(news, file=sys.stderr, flush=True),
+        )
 
 
 def started(out: Path, process: Launcher, log: Path, losses: int = 1) -> None:
@@ -121,18 +171,24 @@ def started(out: Path, process: Launcher, log: Path, losses: int = 1) -> None:
 
 
 def killed(process: Launcher, log: Path) -> None:
-    """Let a node 0 go on, of which the test has seen the processes, and wait until it has killed itself."""
+    """Let a node 0 go on, and wait until it has killed itself.
+
+    The test has seen its processes.
+    """
     log.with_name(SEEN).touch()
     assert process.wait(240) == -signal.SIGKILL, log.read_text()
 
 
 def led_until_killed(out: Path, log: Path, *how: object) -> list[int]:
-    """A node 0 commits iterations, and is killed as it is told; the processes that it had then."""
+    """The processes of a node 0 that commits iterations and is killed.
+
+    They are those that it had then.
+    """
     first = Launcher(LEAD, out, *how, log=log)
     started(out, first, log)
-    held = below(first.pid)
+    processes = below(first.pid)
     killed(first, log)
-    return held
+    return processes
 
 
 def assert_right(out: Path, clip: float | None = None) -> None:
@@ -140,23 +196,35 @@ def assert_right(out: Path, clip: float | None = None) -> None:
     reference = judge(tiny(iterations=ITERATIONS, clip_norm=clip), JOB.microbatches, ITERATIONS)
     losses = losses_in(out)
     assert len(losses) == len(metrics_in(out)) == ITERATIONS
-    assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True)) <= 1e-9
+    assert (
+        max(abs(ours - theirs) for ours, theirs in zip(losses, reference.losses, strict=True))
+        <= 1e-9
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dies", "clip", "ranks"), [
-    ("committed@7", "1.8", 1), ("training@9", "1e-3", 1), ("joining@6", "", 1), ("stepped@7", "1.8", 1),
-    ("committing@7", "", 1), ("training@9", "1.8", 2)])
+@pytest.mark.parametrize(
+    ("dies", "clip", "ranks"),
+    [
+        ("committed@7", "1.8", 1),
+        ("training@9", "1e-3", 1),
+        ("joining@6", "", 1),
+        ("stepped@7", "1.8", 1),
+        ("committing@7", "", 1),
+        ("training@9", "1.8", 2),
+    ],
+)
 def test_on_one_node_its_workers_are_adopted(dies, clip, ranks, tmp_path):
-    """Killed in the middle of an iteration, between a commit and its acknowledgement, while layers are fetched, between
-    a commit and the line that tells of it, and where the workers have stepped on before the commit."""
+    # Node 0 is killed in the middle of an iteration, between a commit and its acknowledgement,
+    # while layers are fetched, between a commit and the line that tells of it, and where the
+    # workers have stepped on before the commit.
     out, log = tmp_path / "out", tmp_path / "log"
     pids = led_until_killed(out, log, free_port(), 1, dies, clip, 240, "", ranks)
     assert read_takeover_record(out) is not None
     second = Launcher(LEAD, out, 0, 1, "", clip, 240, "", ranks, log=log)
     assert second.wait(240) == 0, log.read_text()
-    told = log.read_text()
-    assert "node 0 continues with the" in told and "Traceback" not in told, told
+    log_text = log.read_text()
+    assert "node 0 continues with the" in log_text and "Traceback" not in log_text, log_text
     assert_right(out, float(clip) if clip else None)
     wait_until_gone(pids)
     assert read_takeover_record(out) is None and not list(out.glob(".*"))
@@ -187,32 +255,36 @@ def test_one_after_the_other_is_killed(tmp_path):
 
 
 def test_failures_on_purpose_that_only_the_dead_one_knew_of_do_not_happen(tmp_path):
-    """The new one would take the report of one for nonsense, and cut the worker off."""
+    # The new one would take the report of one for nonsense, and cut the worker off.
     out, log = tmp_path / "out", tmp_path / "log"
     led_until_killed(out, log, free_port(), 1, "failing later@4", "")
     assert Launcher(LEAD, out, 0, 1, "", "", log=log).wait(240) == 0, log.read_text()
-    assert "node 0 continues with the 4 workers" in log.read_text() and "exit status" not in log.read_text()
+    assert (
+        "node 0 continues with the 4 workers" in log.read_text()
+        and "exit status" not in log.read_text()
+    )
     assert_right(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [False, True], ids=["its process", "its workers, too"])
 def test_on_two_nodes_the_others_hold_still(machine, tmp_path):
-    """Where its workers die with node 0, the new one starts them again, and they come in as any that return."""
+    # Where its workers die with node 0, the new one starts them again, and they come in as any that
+    # return.
     out, port, log, other = tmp_path / "out", free_port(), tmp_path / "log", tmp_path / "other"
     node = Launcher(FOLLOW, out, port, "", log=other)
-    held = led_until_killed(out, log, port, 2, "training@5", "")
+    processes = led_until_killed(out, log, port, 2, "training@5", "")
     if machine:
-        for pid in held:  # the workers die with their fork server, which is the first
+        for pid in processes:  # the workers die with their fork server, which is the first
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     second = Launcher(LEAD, out, port, 2, "", "", log=log)
     assert second.wait(240) == 0 and node.wait(240) == 0, log.read_text() + other.read_text()
-    told = log.read_text()
-    assert f"node 0 continues with the {2 if machine else 4} workers" in told, told
-    assert "Traceback" not in told + other.read_text(), told + other.read_text()
+    log_text = log.read_text()
+    assert f"node 0 continues with the {2 if machine else 4} workers" in log_text, log_text
+    assert "Traceback" not in log_text + other.read_text(), log_text + other.read_text()
     assert_right(out)
-    wait_until_gone(held)
+    wait_until_gone(processes)
 
 
 @pytest.mark.slow
@@ -222,7 +294,8 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     node = Launcher(FOLLOW, out, port, "", log=other)
     first = Launcher(LEAD, out, port, 2, "held@1000", "", log=log)
     started(out, first, log)
-    for pid in (node.pid, first.pid, *below(node.pid), *below(first.pid)):  # who starts workers sees nobody else die
+    # Who starts workers sees nobody else die.
+    for pid in (node.pid, first.pid, *below(node.pid), *below(first.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     killed(node, other)
@@ -230,7 +303,9 @@ def test_a_node_that_is_started_with_a_new_node_0_that_finds_nobody_joins_it_aga
     node = Launcher(FOLLOW, out, port, "", log=other)
     second = Launcher(LEAD, out, port, 2, "anew", "", log=log)
     assert second.wait(240) == 0 and node.wait(240) == 0, log.read_text() + other.read_text()
-    assert "starts with iteration 0" in log.read_text() and "joins node 0 again" in other.read_text()
+    assert (
+        "starts with iteration 0" in log.read_text() and "joins node 0 again" in other.read_text()
+    )
     assert_right(out)
 
 

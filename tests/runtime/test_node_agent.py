@@ -17,11 +17,17 @@ from tests.runtime.coordinator.talking import SETUP
 from tests.runtime.running import tiny
 from tests.runtime.speaking import COMMON, own_job
 
-LOST, WHOLE = WorkerEnded(Worker(1, 0), -9), Worker(1, 1)
+LOST = WorkerEnded(Worker(1, 0), -9)
+"""The report that a worker has been killed."""
+WHOLE = Worker(1, 1)
+"""A worker whose processes all live."""
 
 
 class Link:
-    """To a node 0 that is gone, and then to another one, which ends the run."""
+    """A link to a node 0 that is gone, and then to another one.
+
+    The latter ends the run.
+    """
 
     has_pending, setup = True, SETUP
 
@@ -65,15 +71,26 @@ class Processes:
 def test_the_next_node_0_is_told_who_has_ended_meanwhile():
     """So it can have a worker that has lost a rank go on without it."""
     link = Link()
-    agent = _NodeAgent(1, link, Processes(), StartLimit([WHOLE]), StopSignals(), None, notify=lambda _: None,
-                       grace_seconds=1.0, coordinator_timeout_seconds=60.0)
+    agent = _NodeAgent(
+        1,
+        link,
+        Processes(),
+        StartLimit([WHOLE]),
+        StopSignals(),
+        None,
+        notify=lambda _: None,
+        grace_seconds=1.0,
+        coordinator_timeout_seconds=60.0,
+    )
     assert agent.serve() is None
     assert link.told == [WHOLE] and link.sent == [LOST]
 
 
 def own_settings(tmp_path, notes, **training):
-    """Those of a node that is told to train by `training`, where node 0 trains along a cosine of 20
-    iterations."""
+    """Settings of a node that is told to train by `training`.
+
+    Node 0 trains along a cosine of 20 iterations.
+    """
     at_node_0 = tiny(learning_rate_schedule="cosine")
     here = tiny(**{"learning_rate_schedule": "cosine", **training})
     setup = NodeSetup(COMMON, (1, 1), (Worker(0, 1),), at_node_0, 0)
@@ -83,11 +100,15 @@ def own_settings(tmp_path, notes, **training):
 def test_a_node_trains_for_the_iterations_of_node_0(tmp_path):
     """Its learning rates depend on them."""
     notes: list[str] = []
-    assert own_settings(tmp_path, notes, iterations=8).config == tiny(learning_rate_schedule="cosine")
+    assert own_settings(tmp_path, notes, iterations=8).config == tiny(
+        learning_rate_schedule="cosine"
+    )
     assert notes == ["training.iterations is 8 here and 20 at node 0; trains for 20"]
     assert own_settings(tmp_path, notes).config.training.iterations == 20 and len(notes) == 1
 
 
 def test_a_node_with_another_job_file_does_not_take_part(tmp_path):
-    with pytest.raises(ConfigError, match=r"^training\.learning_rate is 0\.002 here and 0\.001 at node 0"):
+    with pytest.raises(
+        ConfigError, match=r"^training\.learning_rate is 0\.002 here and 0\.001 at node 0"
+    ):
         own_settings(tmp_path, [], learning_rate=0.002)

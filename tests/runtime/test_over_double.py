@@ -1,4 +1,7 @@
-"""Runs over a double of NCCL, with its manners: nothing of the garbage that an abort leaves is ever committed."""
+"""Runs over a double of NCCL, with its manners.
+
+Nothing of the garbage that an abort leaves is ever committed.
+"""
 
 import random
 from dataclasses import replace
@@ -11,7 +14,17 @@ from benchmarks.chaos_scenario import settings
 from slipstream.runtime.coordinator import run_fit
 from slipstream.runtime.events import Event, Failed
 from slipstream.runtime.launch import run
-from tests.runtime.failing import BACK, KILLS, KILLS_ITERATIONS, WIDE, Planning, at, dead, returned, train
+from tests.runtime.failing import (
+    BACK,
+    KILLS,
+    KILLS_ITERATIONS,
+    WIDE,
+    Planning,
+    at,
+    dead,
+    returned,
+    train,
+)
 from tests.runtime.forked import own_fork_server
 from tests.runtime.replay.double import HASTY, SLOW
 from tests.runtime.running import assert_same_numbers, judge, schedule_for, tiny
@@ -20,8 +33,11 @@ from tests.runtime.test_routes import eight_layers
 
 pytestmark = pytest.mark.usefixtures("unhurried")
 GATHER_SECONDS = 20.0
-"""Far longer than it takes until all have heard of a death, and less than it takes to give up who computes for so
-long."""
+"""Seconds of a slow gathering of parameters.
+
+That is far longer than it takes until all have heard of a death, and less than it takes to give up
+who computes for so long.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -46,29 +62,46 @@ def test_numbers_are_those_of_one_process(training, workers_of_double, tmp_path)
 def test_killed_anywhere_and_back(training, workers_of_double, tmp_path):
     config = tiny(iterations=KILLS_ITERATIONS, **training)
     result = train(KILLS, workers_of_double, tmp_path, job=WIDE, config=config, returns=BACK)
-    assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == ["0.0", "2.1"]
+    assert {*dead(result)} == {"0.0", "2.1", "1.0", "1.1"} and sorted(returned(result)) == [
+        "0.0",
+        "2.1",
+    ]
 
 
 @pytest.mark.parametrize("training", [{}, {"shard_optimizer": True, "clip_norm": 1.8}])
 def test_killed_while_gradients_are_reduced_beside_compute(training, workers_of_double, tmp_path):
-    """With clipping, the first one dies in an iteration that is void, in which the others gather parameters again: what
-    comes of that is not what the committed iteration before has left."""
-    result = train([at("1.0", 1, "A"), at("0.1", 3, "O")], workers_of_double, tmp_path, job=OVERLAPPED,
-                   config=eight_layers(6, **training))
+    # With clipping, the first one dies in an iteration that is void, in which the others gather
+    # parameters again: what comes of that is not what the committed iteration before has left.
+    result = train(
+        [at("1.0", 1, "A"), at("0.1", 3, "O")],
+        workers_of_double,
+        tmp_path,
+        job=OVERLAPPED,
+        config=eight_layers(6, **training),
+    )
     assert dead(result) == ["1.0", "0.1"]
 
 
 def test_one_dies_where_layers_move(workers_of_double, tmp_path):
-    result = train([at("1.1", 2, 3), at("0.1", 20, 3)], workers_of_double, tmp_path, job=WIDE,
-                   config=tiny(iterations=30), rebalancer=Planning(WIDE))
+    result = train(
+        [at("1.1", 2, 3), at("0.1", 20, 3)],
+        workers_of_double,
+        tmp_path,
+        job=WIDE,
+        config=tiny(iterations=30),
+        rebalancer=Planning(WIDE),
+    )
     assert dead(result) == ["1.1", "0.1"]
 
 
 @pytest.mark.parametrize("hasty", [False, True], ids=["as it is", "without commit points"])
-def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, monkeypatch, tmp_path):
-    """The last stage has reported an iteration when one of its workers dies; the first one is still gathering what it
-    has stepped, which the end of the order breaks off. Without commit points, all report an iteration, which is then
-    committed with what the abort has left: so a loss is not finite, and the run goes back."""
+def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(
+    hasty, monkeypatch, tmp_path
+):
+    # The last stage has reported an iteration when one of its workers dies; the first one is still
+    # gathering what it has stepped, which the end of the order breaks off. Without commit points,
+    # all report an iteration, which is then committed with what the abort has left: so a loss is
+    # not finite, and the run goes back.
     slow, lost = tmp_path / "slow", list[Failed]()
     monkeypatch.setenv(SLOW, f"allgather 0.0 {GATHER_SECONDS} {slow}")
     if hasty:
@@ -84,8 +117,15 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
             slow.unlink(missing_ok=True)
 
     with own_fork_server("tests.runtime.over_double") as fork_server:
-        result = train([at("2.1", 2, "reported")], fork_server, tmp_path / "out", job=WIDE, progress=slow_down,
-                       config=tiny(iterations=6, shard_optimizer=True), observe=observe)
+        result = train(
+            [at("2.1", 2, "reported")],
+            fork_server,
+            tmp_path / "out",
+            job=WIDE,
+            progress=slow_down,
+            config=tiny(iterations=6, shard_optimizer=True),
+            observe=observe,
+        )
     if hasty:
         assert any("the loss of iteration 3 is not finite" in note for note in result.notes)
     else:
@@ -93,10 +133,20 @@ def test_parameters_that_an_abort_has_filled_with_garbage_do_not_count(hasty, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "name"), [(1, "plain"), (2, "sharded-clipped"), (3, "settling"),
-                                            (4, "sharded-settling-clipped"), (5, "ranks-clipped")])
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        (1, "plain"),
+        (2, "sharded-clipped"),
+        (3, "settling"),
+        (4, "sharded-settling-clipped"),
+        (5, "ranks-clipped"),
+    ],
+)
 def test_chaos(seed, name, workers_of_double, tmp_path):
     tally, setting = Tally(), replace(settings("3x2", 24)[name], gap=(3, 8), away=(1, 4))
-    train_through(setting, random.Random(seed), workers_of_double, tmp_path, tally, storm_seconds=2.0)
+    train_through(
+        setting, random.Random(seed), workers_of_double, tmp_path, tally, storm_seconds=2.0
+    )
     assert tally.kills >= 2, tally.report()
     assert tally.deviation <= TOLERANCE

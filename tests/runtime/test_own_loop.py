@@ -1,4 +1,7 @@
-"""A loop of one's own gets the numbers of one process; `tests/examples` runs it under torchrun."""
+"""A loop of one's own gets the numbers of one process.
+
+`tests/examples` runs it under torchrun.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +24,14 @@ from tests.general import floating_layer, layers_moved
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
-WIDTH, ITERATIONS = 6, 3
+WIDTH = 6
+ITERATIONS = 3
 NUMBERS = count(1)
 BUILDING = threading.Lock()
-"""Held while a layer is built: the workers are threads, and the generator is the process's."""
+"""Held while a layer is built.
+
+The workers are threads, and the generator is the process's.
+"""
 
 
 def build_layer(layer):
@@ -74,22 +81,42 @@ def replayed(schedule):
     def run(worker):
         program = build_program(schedule, worker)
         ranks = {member: rank for rank, member in enumerate(schedule.members)}
-        session = GenerationSession(Membership(number, ranks, worker), links=GroupCache("gloo"),
-                                    device=torch.device("cpu"), store=store)
+        session = GenerationSession(
+            Membership(number, ranks, worker),
+            links=GroupCache("gloo"),
+            device=torch.device("cpu"),
+            store=store,
+        )
         session.connect(dict(program.sums), pairs=program.connections, sums=True)
-        held = {layer: build_layer(layer) for first, end in program.holds for layer in range(first, end)}
-        with ScheduleReplay(program, session, held, forms, loss=compute_loss, optimizer=make_optimizer,
-                            data=read_microbatch) as part:
+        layers_by_worker = {
+            layer: build_layer(layer) for first, end in program.holds for layer in range(first, end)
+        }
+        with ScheduleReplay(
+            program,
+            session,
+            layers_by_worker,
+            forms,
+            loss=compute_loss,
+            optimizer=make_optimizer,
+            data=read_microbatch,
+        ) as part:
             return [part.run(iteration) for iteration in range(ITERATIONS)], part.layers
 
     with ThreadPoolExecutor(len(schedule.members)) as pool:
         return list(pool.map(run, schedule.members, timeout=patience.SECONDS))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: schedule_for(grid(3, 3, 4), ["1.1"]), lambda: schedule_for(grid(2, 2, 3), backward="fused"),
-    lambda: schedule_for(grid(2, 2, 4, more="[placement]\norder = \"v\"\nchunks = 2")), layers_moved, floating_layer],
-    ids=["a dead worker", "fused", "virtual stages", "layers moved", "a floating layer"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: schedule_for(grid(3, 3, 4), ["1.1"]),
+        lambda: schedule_for(grid(2, 2, 3), backward="fused"),
+        lambda: schedule_for(grid(2, 2, 4, more='[placement]\norder = "v"\nchunks = 2')),
+        layers_moved,
+        floating_layer,
+    ],
+    ids=["a dead worker", "fused", "virtual stages", "layers moved", "a floating layer"],
+)
 def test_the_numbers_are_those_of_one_process(make):
     schedule = make()
     expected, state = train_alone(schedule)
@@ -102,14 +129,30 @@ def test_the_numbers_are_those_of_one_process(make):
 
 def test_a_process_too_few_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="3 processes were started; the schedule has 4 live workers: torchrun --nproc"):
-        slipstream.replay(schedule_for(grid(2, 2, 2)), layers=build_layer, loss=compute_loss,
-                          optimizer=make_optimizer, data=read_microbatch)
+    with pytest.raises(
+        ValueError,
+        match="3 processes were started; the schedule has 4 live workers: torchrun --nproc",
+    ):
+        slipstream.replay(
+            schedule_for(grid(2, 2, 2)),
+            layers=build_layer,
+            loss=compute_loss,
+            optimizer=make_optimizer,
+            data=read_microbatch,
+        )
 
 
 def test_a_schedule_that_breaks_rules_is_refused():
     schedule = schedule_for(grid(2, 2, 2))
     programs = ((*schedule.programs[0][1:], schedule.programs[0][0]), *schedule.programs[1:])
-    with pytest.raises(ValueError, match=r"the schedule breaks rules: .*; expected one that passes slipstream\.check"):
-        slipstream.replay(replace(schedule, programs=programs), layers=build_layer, loss=compute_loss,
-                          optimizer=make_optimizer, data=read_microbatch)
+    with pytest.raises(
+        ValueError,
+        match=r"the schedule breaks rules: .*; expected one that passes slipstream\.check",
+    ):
+        slipstream.replay(
+            replace(schedule, programs=programs),
+            layers=build_layer,
+            loss=compute_loss,
+            optimizer=make_optimizer,
+            data=read_microbatch,
+        )

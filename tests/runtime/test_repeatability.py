@@ -1,4 +1,7 @@
-"""What depends on the worker or on the time is found before a run begins, or does no harm."""
+"""What depends on the worker or on the time.
+
+It is found before a run begins, or does no harm.
+"""
 
 import threading
 
@@ -34,13 +37,18 @@ def modelled(name: str):
 
 @pytest.mark.parametrize("name", ["Drawn", "DrawnInOrder"])
 def test_data_from_the_global_generator_are_refused(name):
-    with pytest.raises(ConfigError, match=r"^training\.data is 'tests\.runtime\.careless:Drawn\w*': micro-batch 0 of "
-                                          r"pipeline 0 in iteration 0 is another one when it is read again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^training\.data is 'tests\.runtime\.careless:Drawn\w*': micro-batch 0 of "
+        r"pipeline 0 in iteration 0 is another one when it is read again",
+    ):
         check_fit(ON, reading(name), RunOptions())
 
 
 def test_data_that_repeat_are_accepted():
-    assert check_fit(ON, reading("Seeded"), RunOptions()).facts.identity.data["samples of iteration 0"]
+    assert check_fit(ON, reading("Seeded"), RunOptions()).facts.identity.data[
+        "samples of iteration 0"
+    ]
 
 
 def test_a_run_reads_its_first_micro_batches_once_and_two_of_them_again(monkeypatch):
@@ -63,12 +71,16 @@ def test_memory_that_the_next_call_overwrites_does_no_harm():
     buffered, seeded = load_data(reading("Buffered")), load_data(reading("Seeded"))
     names = [Microbatch(0, 0, index) for index in range(3)]
     kept = [buffered.batch(name, 1, 16) for name in names]  # in flight, all of them
-    assert [digest_sample(one) for one in kept] == [digest_sample(seeded.batch(name, 1, 16)) for name in names]
+    digests = [digest_sample(seeded.batch(name, 1, 16)) for name in names]
+    assert [digest_sample(sample) for sample in kept] == digests
 
 
 def test_a_model_whose_layers_are_not_seeded_is_refused():
-    with pytest.raises(ConfigError, match=r"^model\.name is 'tests\.runtime\.careless:Unseeded': layer 1 has other "
-                                          r"initial parameters when it is built again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.name is 'tests\.runtime\.careless:Unseeded': layer 1 has other "
+        r"initial parameters when it is built again",
+    ):
         check_fit(ON, modelled("tests.runtime.careless:Unseeded"), RunOptions())
 
 
@@ -85,6 +97,7 @@ def test_checks_leave_the_generator_as_it_was():
 
 def test_first_samples_on_another_grid_are_equal_if_they_are_numbered():
     """And are others if pipeline and index name them."""
+
     def digest(config, count):
         counts = [count] * (4 // count)
         return check_first_samples(load_data(config), config, counts, 0, batch_form(config)).digests
@@ -112,7 +125,9 @@ def test_layers_that_are_built_beside_training_change_no_random_number_of_it(fil
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    thread = threading.Thread(target=build_on_device, args=(Seeding(), 0), kwargs={"filled": filled})
+    thread = threading.Thread(
+        target=build_on_device, args=(Seeding(), 0), kwargs={"filled": filled}
+    )
     thread.start()
     thread.join()
     assert owned == [True] and torch.equal(torch.rand(3), expected)
@@ -123,4 +138,5 @@ def test_models_of_this_package_are_not_built_for_a_check(monkeypatch):
     model = build_model(tiny().model, 0, torch.float64, CPU)
     monkeypatch.setattr(type(model), "build", None)
     from slipstream.runtime.computing.trial import require_repeatable_layers
+
     require_repeatable_layers(model, tiny(), [10] * model.layers)

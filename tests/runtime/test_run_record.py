@@ -1,4 +1,7 @@
-"""What the folder of a run says about its course, and folders that cannot be read."""
+"""What the folder of a run says about its course.
+
+Some folders cannot be read.
+"""
 
 import json
 
@@ -15,29 +18,48 @@ def run(tmp_path):
 
 def test_times_of_several_starts_follow_one_another(run):
     assert len(run.starts) == 2 and run.finish_event is None
-    first_end = next(one.at for one in run.events if one.event.__class__.__name__ == "Finished")
-    again = [one for one in run.events if one.event is run.starts[1]]
+    first_end = next(
+        event.at for event in run.events if event.event.__class__.__name__ == "RunFinished"
+    )
+    again = [event for event in run.events if event.event is run.starts[1]]
     assert again[0].at == first_end == pytest.approx(5 + 3 + 20 + 0.25 + 24 + 20)
     assert run.seconds == pytest.approx(first_end + 14)
-    times = [one.at for one in run.committed]
-    assert times == sorted(times) and [one.iteration for one in run.committed] == list(range(31))
+    times = [commit.at for commit in run.committed]
+    assert times == sorted(times) and [commit.iteration for commit in run.committed] == list(
+        range(31)
+    )
 
 
 def test_each_order_has_its_iterations_and_periods(run):
-    told = [(one.order.phase, len(one.committed), one.iteration_seconds, one.measured_period, one.planned_share,
-             run.measured_share(one)) for one in run.stretches]
-    expected = [("whole", 11, 2, 1.8, 1, 1), ("at once", 6, 4, 3.6, 0.5, 0.5), ("settled", 8, 2.5, 2.25, 0.8, 0.8),
-                ("whole", 6, 2, 1.8, 1, 1)]
-    assert [one[:2] for one in told] == [one[:2] for one in expected]
-    for one, other in zip(told, expected, strict=True):
-        assert one[2:] == pytest.approx(other[2:])
+    rows = [
+        (
+            generation.order.phase,
+            len(generation.committed),
+            generation.iteration_seconds,
+            generation.measured_period,
+            generation.planned_share,
+            run.measured_share(generation),
+        )
+        for generation in run.generations
+    ]
+    expected = [
+        ("whole", 11, 2, 1.8, 1, 1),
+        ("at once", 6, 4, 3.6, 0.5, 0.5),
+        ("settled", 8, 2.5, 2.25, 0.8, 0.8),
+        ("whole", 6, 2, 1.8, 1, 1),
+    ]
+    figures = [row[:2] for row in expected]
+    assert [row[:2] for row in rows] == figures
+    for row, other in zip(rows, expected, strict=True):
+        assert row[2:] == pytest.approx(other[2:])
     assert run.committed[0].took == 3  # since the first order, not since the start
     assert run.committed[11].took == 4.25  # with the pause
     assert run.committed[25].took == 2  # since the order of the second start
 
 
 def test_iterations_that_are_run_again_count_once(tmp_path):
-    """Those of a start that went on from a checkpoint replace what was lost; the time that took stays."""
+    # Those of a start that went on from a checkpoint replace what was lost; the time that took
+    # stays.
     writer = Writer(tmp_path / "run")
     writer.start()
     writer.order("whole", 4, 1.0, writer.whole)
@@ -49,7 +71,7 @@ def test_iterations_that_are_run_again_count_once(tmp_path):
     writer.commit(1)
     writer.losses.append(json.loads('{"iteration": 3, "loss": 1.0}'))  # of an earlier version
     run = read_run(writer.close())
-    assert [one.iteration for one in run.committed] == [0, 1, 2]
+    assert [commit.iteration for commit in run.committed] == [0, 1, 2]
     assert run.seconds == run.committed[-1].at == 3
 
 
@@ -57,7 +79,12 @@ def test_a_run_that_has_just_begun(tmp_path):
     writer = Writer(tmp_path / "run")
     writer.start()
     run = read_run(writer.close())
-    assert run.stretches == () and run.committed == () and run.full_grid_iteration_seconds is None and run.seconds == 0
+    assert (
+        run.generations == ()
+        and run.committed == ()
+        and run.full_grid_iteration_seconds is None
+        and run.seconds == 0
+    )
 
 
 def refusal(folder):
@@ -76,17 +103,35 @@ def test_folders_that_hold_no_run(tmp_path):
     assert "its first line is not an event of kind 'started'" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(("spoil", "says"), [
-    (lambda text: text[:-9], "events.jsonl: line 15, the last one, is cut off; remove it, or start the run again"),
-    (lambda text: text.replace(b'"version":1', b'"version":2'),
-     "events.jsonl: line 1: is of version 2, this Slipstream reads 1: use a newer Slipstream"),
-    (lambda text: text.replace(b'"failed"', b'"fallen"'), "events.jsonl: line 3: Invalid value 'fallen'"),
-    (lambda text: text.replace(b'"live":4', b'"live":"4"', 1), "events.jsonl: line 2: Expected `int`, got `str`"),
-    (lambda text: text.replace(b'"schedule":"', b'"schedule":"../', 1), "line 2: Expected `str` matching"),
-    (lambda text: text.partition(b"\n")[2], "its first line is not an event of kind 'started'"),
-    (lambda text: b"\xff\xfe\n" + text, "events.jsonl: line 1: "),
-    (lambda text: b"[" * 100_000 + b"\n", "events.jsonl: line 1: "),
-])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            lambda text: text[:-9],
+            "events.jsonl: line 15, the last one, is cut off; remove it, or start the run again",
+        ),
+        (
+            lambda text: text.replace(b'"version":1', b'"version":2'),
+            "events.jsonl: line 1: is of version 2, this Slipstream reads 1: use a newer "
+            "Slipstream",
+        ),
+        (
+            lambda text: text.replace(b'"failed"', b'"fallen"'),
+            "events.jsonl: line 3: Invalid value 'fallen'",
+        ),
+        (
+            lambda text: text.replace(b'"live":4', b'"live":"4"', 1),
+            "events.jsonl: line 2: Expected `int`, got `str`",
+        ),
+        (
+            lambda text: text.replace(b'"schedule":"', b'"schedule":"../', 1),
+            "line 2: Expected `str` matching",
+        ),
+        (lambda text: text.partition(b"\n")[2], "its first line is not an event of kind 'started'"),
+        (lambda text: b"\xff\xfe\n" + text, "events.jsonl: line 1: "),
+        (lambda text: b"[" * 100_000 + b"\n", "events.jsonl: line 1: "),
+    ],
+)
 def test_files_that_are_wrong(tmp_path, spoil, says):
     folder = settled_run(tmp_path / "run")
     file = folder / "events.jsonl"

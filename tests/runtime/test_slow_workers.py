@@ -1,7 +1,9 @@
-"""Workers that really compute longer are found and relieved, with the numbers of one process all the same.
+"""Workers that really compute longer are found and relieved.
 
-What is measured is noise on a busy machine. Where only what follows from it is tested, ops take as long as `speeds` has
-it; nothing is expected within a number of iterations.
+The numbers are those of one process all the same.
+
+What is measured is noise on a busy machine. Where only what follows from it is tested, ops take as
+long as `speeds` has it; nothing is expected within a number of iterations.
 """
 
 import os
@@ -19,7 +21,7 @@ from benchmarks.sleeping import MODEL, TRAINING, sleeping
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions import slow_detector, slow_workers
-from slipstream.runtime.coordinator.decisions.settling import Settling
+from slipstream.runtime.coordinator.decisions.rebalancing import Rebalancing
 from slipstream.runtime.coordinator.decisions.slow_detector import SlowDetector
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent
 from slipstream.runtime.events import (
@@ -48,9 +50,14 @@ SLOW = Worker(1, 1)
 AT_SPEEDS = FailurePlanner(JOB, schedule_for(JOB), None).at_speeds
 MOST = 5000
 """Iterations: no run takes so many."""
-CONFIG = parse_run_config({**MODEL, "blocks": 2}, {**TRAINING, "iterations": MOST, "dtype": "float64"})
+CONFIG = parse_run_config(
+    {**MODEL, "blocks": 2}, {**TRAINING, "iterations": MOST, "dtype": "float64"}
+)
 OP_SECONDS = 0.005
-"""Ops that sleep: other processes on this machine make none of them much longer than another."""
+"""Seconds of ops that sleep.
+
+Other processes on this machine make none of them much longer than another.
+"""
 USUAL = 8
 """Iterations before somebody becomes slow."""
 CPU = torch.device("cpu")
@@ -85,9 +92,13 @@ def speeds(monkeypatch) -> dict[Worker, float]:
     observe = SlowDetector.add_iteration
 
     def as_given(detector, iteration, seconds, measured):
-        return observe(detector, iteration, seconds, {
-            worker: [cell._replace(seconds=cell.planned_seconds * factors.get(worker, 1.0)) for cell in cells]
-            for worker, cells in measured.items()})
+        slowed = {}
+        for worker, cells in measured.items():
+            factor = factors.get(worker, 1.0)
+            slowed[worker] = [
+                cell._replace(seconds=cell.planned_seconds * factor) for cell in cells
+            ]
+        return observe(detector, iteration, seconds, slowed)
 
     monkeypatch.setattr(SlowDetector, "add_iteration", as_given)
     return factors
@@ -95,17 +106,23 @@ def speeds(monkeypatch) -> dict[Worker, float]:
 
 def after(iterations: int, act: Callable[[], object]) -> Callable[[], None]:
     """To be called after each iteration: does something once so many are over."""
-    left = [iterations]
+    iterations_left = [iterations]
 
     def count() -> None:
-        left[0] -= 1
-        if left[0] == 0:
+        iterations_left[0] -= 1
+        if iterations_left[0] == 0:
             act()
+
     return count
 
 
-def changes_of(told):
-    return [(event, change) for event in told.speed_events for change in event.changes if change.worker == SLOW]
+def changes_of(log):
+    return [
+        (event, change)
+        for event in log.speed_events
+        for change in event.changes
+        if change.worker == SLOW
+    ]
 
 
 def test_work_is_shed_and_given_back(tmp_path, monkeypatch):
@@ -115,100 +132,150 @@ def test_work_is_shed_and_given_back(tmp_path, monkeypatch):
     slow = tmp_path / "slow"
     slow.mkdir()
     with fork_server_of_sleepers(slow) as fork_server:
+
         def file():
             return slow / str(fork_server.pids[str(SLOW)])
 
-        def happened(told):
+        def happened(log):
             begins()
-            if any(event.changed and change.factor > 1 for event, change in changes_of(told)):
+            if any(event.changed and change.factor > 1 for event, change in changes_of(log)):
                 file().unlink(missing_ok=True)
-            return told.of(Recovered, SLOW)
+            return log.of(Recovered, SLOW)
 
         begins = after(USUAL, lambda: write_atomically(file(), b"2.2"))
-        told = train_until(happened, fork_server, tmp_path / "out", job=JOB, config=CONFIG, at_speeds=AT_SPEEDS)
-    found = changes_of(told)
-    event, change = next((event, change) for event, change in found if change.factor > 1 and event.changed)
+        log = train_until(
+            happened, fork_server, tmp_path / "out", job=JOB, config=CONFIG, at_speeds=AT_SPEEDS
+        )
+    found = changes_of(log)
+    event, change = next(
+        (event, change) for event, change in found if change.factor > 1 and event.changed
+    )
     assert change.since >= 1 and event.planned_seconds < event.present_seconds
     assert str(event).startswith(f"worker {SLOW} takes ") and "instead of" in str(event)
     assert any(change.factor == 1.0 for _, change in found)
-    assert not any(one.dead for one in told.recoveries), "no recovery: it changes between two iterations"
-    assert told.of(Slowed, SLOW)
+    assert not any(recovery.dead for recovery in log.recoveries), (
+        "no recovery: it changes between two iterations"
+    )
+    assert log.of(Slowed, SLOW)
 
 
 def test_without_a_scheduler_for_speeds_they_are_told_of(tmp_path):
     with fork_server_of_sleepers() as fork_server:
-        told = train_until(changes_of, fork_server, tmp_path, job=JOB, config=CONFIG,
-                           slowdowns=(Slowdown(SLOW, USUAL, 4.0),))
-    event, change = changes_of(told)[0]
+        log = train_until(
+            changes_of,
+            fork_server,
+            tmp_path,
+            job=JOB,
+            config=CONFIG,
+            slowdowns=(Slowdown(SLOW, USUAL, 4.0),),
+        )
+    event, change = changes_of(log)[0]
     assert change.factor > 1 and not event.changed and "the schedule stays" in str(event)
-    assert [note.text for note in told.of(Noted) if "on purpose" in note.text] == [
-        f"worker {SLOW} takes 4 times as long from iteration {USUAL} on, on purpose"]
+    assert [note.text for note in log.of(Noted) if "on purpose" in note.text] == [
+        f"worker {SLOW} takes 4 times as long from iteration {USUAL} on, on purpose"
+    ]
 
 
 def test_a_worker_that_gains_next_to_nothing_is_left_out_with_the_reason():
-    event = SpeedEvent(changes=(), iteration=9, present_seconds=0.3, planned_seconds=0.187, left_out=(SLOW,),
-                       with_them_seconds=0.187)
-    assert str(event).endswith("it would shorten an iteration by less than 1%, and all would wait for it")
+    event = SpeedEvent(
+        changes=(),
+        iteration=9,
+        present_seconds=0.3,
+        planned_seconds=0.187,
+        left_out=(SLOW,),
+        with_them_seconds=0.187,
+    )
+    assert str(event).endswith(
+        "it would shorten an iteration by less than 1%, and all would wait for it"
+    )
     assert str(replace(event, with_them_seconds=0.25)).endswith("0.25 s with it, instead of 0.3 s")
 
 
-def test_one_that_is_left_out_comes_back_after_a_pause(speeds, fork_server_of_idlers, tmp_path, monkeypatch):
+def test_one_that_is_left_out_comes_back_after_a_pause(
+    speeds, fork_server_of_idlers, tmp_path, monkeypatch
+):
     monkeypatch.setattr(slow_workers, "FIRST_EXCLUSION_SECONDS", 0.2)
     begins = after(USUAL, lambda: speeds.update({SLOW: 20.0}))
 
-    def happened(told):
+    def happened(log):
         begins()
-        if told.of(LeftOut, SLOW):
+        if log.of(LeftOut, SLOW):
             speeds.clear()
-        return any(SLOW in one.returned for one in told.recoveries)
+        return any(SLOW in recovery.returned for recovery in log.recoveries)
 
-    told = train_until(happened, fork_server_of_idlers, tmp_path, job=JOB, config=CONFIG, at_speeds=AT_SPEEDS)
-    events = [event for event in told.speed_events if SLOW in event.left_out]
+    log = train_until(
+        happened, fork_server_of_idlers, tmp_path, job=JOB, config=CONFIG, at_speeds=AT_SPEEDS
+    )
+    events = [event for event in log.speed_events if SLOW in event.left_out]
     assert events and "is left out from iteration" in str(events[0])
-    back = next(one for one in told.recoveries if SLOW in one.returned)
+    back = next(recovery for recovery in log.recoveries if SLOW in recovery.returned)
     assert back.iteration > events[0].iteration
 
 
 @pytest.mark.usefixtures("plans_here")
-def test_a_death_meanwhile_is_planned_for_with_the_speeds_that_are_known(speeds, fork_server_of_idlers, tmp_path):
+def test_a_death_meanwhile_is_planned_for_with_the_speeds_that_are_known(
+    speeds, fork_server_of_idlers, tmp_path
+):
     asked, killed, begins = [], [], after(USUAL, lambda: speeds.update({SLOW: 2.2}))
 
-    def at_speeds(down, known):
-        asked.append((down, dict(known)))
-        return AT_SPEEDS(down, known)
+    def at_speeds(down, speeds):
+        asked.append((down, dict(speeds)))
+        return AT_SPEEDS(down, speeds)
 
-    def happened(told):
+    def happened(log):
         begins()
-        if changes_of(told) and not killed:
+        if changes_of(log) and not killed:
             killed.append(fork_server_of_idlers.pids["2.0"])
             os.kill(killed[0], signal.SIGKILL)
-        return told.recoveries
+        return log.recoveries
 
-    told = train_until(happened, fork_server_of_idlers, tmp_path, job=JOB, config=CONFIG, at_speeds=at_speeds)
-    assert dead(told) == ["2.0"]
-    assert any(down == (Worker(2, 0),) and SLOW in known for down, known in asked)
+    log = train_until(
+        happened, fork_server_of_idlers, tmp_path, job=JOB, config=CONFIG, at_speeds=at_speeds
+    )
+    assert dead(log) == ["2.0"]
+    assert any(down == (Worker(2, 0),) and SLOW in speeds for down, speeds in asked)
 
 
-def test_layers_move_to_the_others_and_back_once_it_has_recovered(speeds, fork_server_of_idlers, tmp_path):
-    """First work is shed, then it settles for these speeds; and for the usual ones again."""
+def test_layers_move_to_the_others_and_back_once_it_has_recovered(
+    speeds, fork_server_of_idlers, tmp_path
+):
+    # First work is shed, then it settles for these speeds; and for the usual ones again.
     job, slow = grid(2, 2, 4, more="optimizer = 1\n[placement]\nlayers = [4, 4]"), Worker(1, 0)
-    config = parse_run_config({**MODEL, "blocks": 8}, {**TRAINING, "iterations": MOST, "dtype": "float64"})
+    config = parse_run_config(
+        {**MODEL, "blocks": 8}, {**TRAINING, "iterations": MOST, "dtype": "float64"}
+    )
     begins = after(USUAL, lambda: speeds.update({slow: 3.0}))
 
-    def happened(told):
+    def happened(log):
         begins()
-        if told.of(HandedOver):
+        if log.of(HandedOver):
             speeds.clear()
-        orders = told.of(OrderGiven)
+        orders = log.of(OrderGiven)
         back = orders[-1].phase == "whole" and orders[-1].schedule == orders[0].schedule
-        return told.of(Recovered, slow) and back
+        return log.of(Recovered, slow) and back
 
-    told = train_until(happened, fork_server_of_idlers, tmp_path, job=job, config=config, settling=Settling(),
-                       rebalancer=Planning(job), at_speeds=FailurePlanner(job, schedule_for(job), None).at_speeds)
-    kinds, orders = [type(one) for one in told.events], told.of(OrderGiven)
-    chosen = next(one for one in told.of(SettlingChosen) if one.settles)
-    assert "settled" in [one.phase for one in orders] and chosen.settled_period < chosen.present_period
-    assert kinds.index(Slowed) < told.events.index(chosen) < kinds.index(HandedOver) < kinds.index(Recovered)
+    log = train_until(
+        happened,
+        fork_server_of_idlers,
+        tmp_path,
+        job=job,
+        config=config,
+        settling=Rebalancing(),
+        rebalancer=Planning(job),
+        at_speeds=FailurePlanner(job, schedule_for(job), None).at_speeds,
+    )
+    kinds, orders = [type(event) for event in log.events], log.of(OrderGiven)
+    chosen = next(choice for choice in log.of(SettlingChosen) if choice.settles)
+    assert (
+        "settled" in [order.phase for order in orders]
+        and chosen.settled_period < chosen.present_period
+    )
+    assert (
+        kinds.index(Slowed)
+        < log.events.index(chosen)
+        < kinds.index(HandedOver)
+        < kinds.index(Recovered)
+    )
     assert orders[-1].phase == "whole" and orders[-1].schedule == orders[0].schedule
     assert not {Failed, WentBack} & set(kinds)
 
@@ -221,7 +288,14 @@ def test_a_model_with_dropout_has_the_same_numbers_with_shed_work(fork_server, t
 
 def test_a_slowdown_lasts_until_the_next():
     slowdowns = [Slowdown(SLOW, 10, 1.0), Slowdown(SLOW, 4, 2.0)]
-    assert [find_slowdown_factor(slowdowns, iteration) for iteration in (0, 3, 4, 9, 10, 99)] == [1, 1, 2, 2, 1, 1]
+    assert [find_slowdown_factor(slowdowns, iteration) for iteration in (0, 3, 4, 9, 10, 99)] == [
+        1,
+        1,
+        2,
+        2,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])

@@ -12,14 +12,27 @@ from slipstream import runtime
 from slipstream.runtime.waits import WAITS, Ender
 
 ROOT = Path(runtime.__file__).parent
-BLOCKING = frozenset({"wait", "acquire", "sleep", "result", "synchronize", "flock", "waitpid", "sendall",
-                      "create_connection", "read_first", "run_call"})
+BLOCKING = frozenset(
+    {
+        "wait",
+        "acquire",
+        "sleep",
+        "result",
+        "synchronize",
+        "flock",
+        "waitpid",
+        "sendall",
+        "create_connection",
+        "read_first",
+        "run_call",
+    }
+)
 TOOLS = ROOT / "tools"
 """Programs of their own."""
 
 
 def is_wait(call: ast.Call) -> bool:
-    """Whether a call may block, by its name and by that of what it is called on."""
+    """Whether a call may block, by its name and its object's."""
     if not isinstance(call.func, ast.Attribute):
         return isinstance(call.func, ast.Name) and call.func.id in {"wait", "sleep"}
     name, on = call.func.attr, ast.unparse(call.func.value)
@@ -50,7 +63,9 @@ def find_waits() -> set[str]:
     for path in ROOT.rglob("*.py"):
         if TOOLS not in path.parents:
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found |= {f"{module}:{name}" for name in waiting_functions(ast.parse(path.read_text()), "")}
+            found |= {
+                f"{module}:{name}" for name in waiting_functions(ast.parse(path.read_text()), "")
+            }
     return found
 
 
@@ -60,8 +75,11 @@ def test_every_wait_is_declared_and_nothing_else_is():
     assert find_waits() == set(declared)
 
 
-@pytest.mark.parametrize("wait", [wait for wait in WAITS if not isinstance(wait.ends, Ender)],
-                         ids=lambda wait: wait.where)
+@pytest.mark.parametrize(
+    "wait",
+    [wait for wait in WAITS if not isinstance(wait.ends, Ender)],
+    ids=lambda wait: wait.where,
+)
 def test_every_limit_is_that_of_the_code(wait):
     module, name = wait.ends.split(":")
     limit = getattr(importlib.import_module(f"slipstream.runtime.{module}"), name)
@@ -69,8 +87,9 @@ def test_every_limit_is_that_of_the_code(wait):
 
 
 def test_nobody_waits_for_another_worker_without_an_end():
-    """What only a computation, a device or a disk ends is a wait of a process for itself."""
+    # What only a computation, a device or a disk ends is a wait of a process for itself.
     for wait in WAITS:
         if wait.ends in (Ender.OWN, Ender.DEVICE, Ender.DISK):
-            assert not any(word in wait.awaited for word in ("worker", "member", "node 0", "holder", "peer")) \
-                or wait.awaited.startswith("nobody"), wait
+            assert not any(
+                word in wait.awaited for word in ("worker", "member", "node 0", "holder", "peer")
+            ) or wait.awaited.startswith("nobody"), wait

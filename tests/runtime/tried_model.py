@@ -1,4 +1,7 @@
-"""Models whose middle layers do what not all layers may, or what autograd is asked for in an unusual way."""
+"""Models whose middle layers do what not all layers may.
+
+Or they ask autograd for it in an unusual way.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,9 @@ class Forces(Plain):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             place = x if x.requires_grad else x.detach().requires_grad_()
-            [force] = torch.autograd.grad(torch.tanh(self.part(place)).square().sum(), place, create_graph=True)
+            [force] = torch.autograd.grad(
+                torch.tanh(self.part(place)).square().sum(), place, create_graph=True
+            )
         return x - force
 
 
@@ -31,7 +36,9 @@ class InnerStep(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
-            [gradient] = torch.autograd.grad(self.part(x).square().mean(), self.part.weight, create_graph=True)
+            [gradient] = torch.autograd.grad(
+                self.part(x).square().mean(), self.part.weight, create_graph=True
+            )
         return x + functional.linear(x, self.part.weight - 0.1 * gradient)
 
 
@@ -59,14 +66,20 @@ class Counting(Plain):
 
 
 class InPlace(Plain):
-    """Writes to its input: right behind another layer, wrong where that is kept to compute the layer again."""
+    """Writes to its input.
+
+    This is right behind another layer, wrong where the input is kept to compute the layer again.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.part(x.mul_(2)))
 
 
 class _Unreduced(torch.autograd.Function):
-    """Product that leaves to W more than its gradient: the work is added once for each call of its backward."""
+    """Product that leaves to W more than its gradient.
+
+    The work is added once for each call of its backward.
+    """
 
     @staticmethod
     def forward(ctx, value: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -75,7 +88,9 @@ class _Unreduced(torch.autograd.Function):
         return value @ weight
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(  # type: ignore[no-untyped-def]
+        ctx, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         [value] = ctx.saved_tensors
         of_weight = value.flatten(0, -2).mT @ gradient.flatten(0, -2)
         if ctx.work is None:
@@ -88,16 +103,22 @@ class Unreduced(Plain):
     """Has a function of its own that is wrong where its backward is divided."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + _Unreduced.apply(x, self.part.weight) + self.part(x)  # type: ignore[no-untyped-call]
+        product = _Unreduced.apply(x, self.part.weight)  # type: ignore[no-untyped-call]
+        return x + product + self.part(x)
 
 
-KINDS = {kind.__name__: kind for kind in (Plain, Forces, InnerStep, Normalized, Counting, InPlace, Unreduced)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (Plain, Forces, InnerStep, Normalized, Counting, InPlace, Unreduced)
+}
 
 
 class Model:
     """Embedding, blocks of the kinds that `[model.options] kinds` names, and a head."""
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config, self.seed, self.dtype, self.device = config, seed, dtype, device
         self.kinds = config.options["kinds"]
         self.layers = len(self.kinds) + 2
@@ -105,8 +126,12 @@ class Model:
     def build(self, layer: int) -> nn.Module:
         width, vocabulary = self.config.width, self.config.vocabulary
         with seeded(derive_seed("parameters", self.seed, layer)):
-            module = nn.Embedding(vocabulary, width) if layer == 0 else nn.Linear(width, vocabulary) \
-                if layer == self.layers - 1 else KINDS[self.kinds[layer - 1]](width)
+            if layer == 0:
+                module = nn.Embedding(vocabulary, width)
+            elif layer == self.layers - 1:
+                module = nn.Linear(width, vocabulary)
+            else:
+                module = KINDS[self.kinds[layer - 1]](width)
         return module.to(self.dtype)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

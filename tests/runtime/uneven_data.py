@@ -1,4 +1,7 @@
-"""Data whose samples are not alike: they know what each costs, and how many of its tokens count."""
+"""Data whose samples are not alike.
+
+They know what each costs, and how many of its tokens count.
+"""
 
 import numpy as np
 import torch
@@ -12,7 +15,10 @@ IGNORED = -100
 
 
 class Uneven:
-    """Samples of random tokens, of which the last ones are ignored: as many as a sample's name and iteration say."""
+    """Samples of random tokens, of which the last ones are ignored.
+
+    A sample's name and iteration say how many.
+    """
 
     digest = "uneven"
 
@@ -26,14 +32,17 @@ class Uneven:
         return 1 + derive_seed("counted", self.seed, *microbatch) % self.context
 
     def _names(self, iteration: int) -> list[Microbatch]:
-        return [Microbatch(iteration, pipeline, index) for pipeline, count in enumerate(self.microbatches)
-                for index in range(count)]
+        return [
+            Microbatch(iteration, pipeline, index)
+            for pipeline, count in enumerate(self.microbatches)
+            for index in range(count)
+        ]
 
     def batch(self, microbatch: Microbatch, batch: int, context: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(derive_seed("data", self.seed, *microbatch))
         tokens = torch.randint(self.vocabulary, (batch, context + 1), generator=generator)
         target = tokens[:, 1:].clone()
-        target[:, self._counted(microbatch):] = IGNORED
+        target[:, self._counted(microbatch) :] = IGNORED
         return tokens[:, :-1], target
 
     def tokens(self, iteration: int) -> list[int]:
@@ -54,11 +63,18 @@ class UnevenInOrder:
     digest = "uneven, in order"
 
     def __init__(self, config: RunConfig) -> None:
-        self._data, self._batch, self._context = Uneven(config), config.training.batch, config.model.context
+        self._data, self._batch, self._context = (
+            Uneven(config),
+            config.training.batch,
+            config.model.context,
+        )
         self.costs = self._data.costs
 
     def samples(self, iteration: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        return [self._data.batch(name, self._batch, self._context) for name in self._data._names(iteration)[:count]]
+        return [
+            self._data.batch(name, self._batch, self._context)
+            for name in self._data._names(iteration)[:count]
+        ]
 
     def lengths(self, iteration: int) -> list[list[int]]:
         return [[count] for count in self._data.tokens(iteration)]

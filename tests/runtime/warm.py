@@ -1,4 +1,7 @@
-"""Imported once by the fork server of all launchers: what each of them would load to plan and to prepare a run."""
+"""Imported once by the fork server of all launchers.
+
+Each of them would load this to plan and to prepare a run.
+"""
 
 from slipstream.cli import train
 from slipstream.planner.compiled import ensure_compiled

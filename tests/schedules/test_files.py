@@ -1,4 +1,7 @@
-"""Reading files of any kind, bounded and refused in one line, and writing them whole or not at all."""
+"""Reading files of any kind, and writing them whole or not at all.
+
+What is read is bounded, and refused in one line.
+"""
 
 import os
 from pathlib import Path
@@ -6,7 +9,12 @@ from threading import Thread
 
 import pytest
 
-from slipstream.schedules.files import READABLE_BY_OWNER, read_at_most, replace_folder, write_atomically
+from slipstream.schedules.files import (
+    READABLE_BY_OWNER,
+    read_at_most,
+    replace_folder,
+    write_atomically,
+)
 from tests.patience import SECONDS
 
 
@@ -29,16 +37,22 @@ def test_what_never_ends_is_read_no_further_than_the_limit() -> None:
 def test_a_pipe_is_read_like_a_file(tmp_path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    writer = Thread(target=pipe.write_bytes, args=(b"x" * 100_000,), daemon=True)  # more than a pipe holds at a time
+    # More than a pipe holds at a time.
+    writer = Thread(target=pipe.write_bytes, args=(b"x" * 100_000,), daemon=True)
     writer.start()
     assert len(read_at_most(pipe, 200_000, ReadError)) == 100_000
     writer.join(SECONDS)
     assert not writer.is_alive()
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("missing", "missing: cannot be read: No such file or directory"), (".", "cannot be read: Is a directory"),
-    ("a\0b", r"a\\x00b': cannot be read: embedded null byte")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing", "missing: cannot be read: No such file or directory"),
+        (".", "cannot be read: Is a directory"),
+        ("a\0b", r"a\\x00b': cannot be read: embedded null byte"),
+    ],
+)
 def test_what_cannot_be_read_is_named(tmp_path, name, says) -> None:
     with pytest.raises(ReadError, match=says):
         read_at_most(tmp_path / name, 1000, ReadError)
@@ -49,13 +63,17 @@ def test_a_link_is_followed_and_a_pipe_written_to(tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
     for content in (b"new", b"newer"):
         write_atomically(tmp_path / "link", content)
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "folder" / "file").read_bytes() == content
+        assert (tmp_path / "link").is_symlink() and (
+            tmp_path / "folder" / "file"
+        ).read_bytes() == content
     os.mkfifo(tmp_path / "pipe")
     writer = Thread(target=write_atomically, args=(tmp_path / "pipe", b"through"), daemon=True)
     writer.start()
     assert (tmp_path / "pipe").read_bytes() == b"through"
     writer.join(SECONDS)
-    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3, "nothing is left beside it"
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3, (
+        "nothing is left beside it"
+    )
 
 
 def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path) -> None:
@@ -96,28 +114,37 @@ def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(PermissionError), replace_folder(folder) as draft:
         (draft / "new").touch()
-    assert [path.name for path in folder.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [folder]
+    assert [path.name for path in folder.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [
+        folder
+    ]
 
 
-def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(tmp_path, monkeypatch) -> None:
+def test_the_old_folder_is_removed_only_when_the_new_one_is_in_its_place(
+    tmp_path, monkeypatch
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "old").touch()
     here = []
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: here.append([path.name for path in folder.iterdir()]))
+    monkeypatch.setattr(
+        "shutil.rmtree", lambda *_, **__: here.append([path.name for path in folder.iterdir()])
+    )
     with replace_folder(folder) as draft:
         (draft / "new").touch()
     assert here == [["old"], ["new"]], "before, and after"
 
 
-@pytest.mark.parametrize(("mask", "mode", "expected"), [(0o022, None, 0o644), (0o077, None, 0o600),
-                                                        (0o002, READABLE_BY_OWNER, 0o600)])
-def test_files_have_the_permissions_that_the_umask_leaves_which_is_not_changed(mask, mode, expected, tmp_path,
-                                                                               monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("mask", "mode", "expected"),
+    [(0o022, None, 0o644), (0o077, None, 0o600), (0o002, READABLE_BY_OWNER, 0o600)],
+)
+def test_files_have_the_permissions_that_the_umask_leaves_which_is_not_changed(
+    mask, mode, expected, tmp_path, monkeypatch
+) -> None:
     """Other threads create files meanwhile."""
     change, changes = os.umask, []
     before = change(mask)
-    monkeypatch.setattr(os, "umask", lambda given: changes.append(given) or change(given))
+    monkeypatch.setattr(os, "umask", lambda path: changes.append(path) or change(path))
     try:
         write_atomically(tmp_path / "file", b"x", *([] if mode is None else [mode]))
     finally:

@@ -7,10 +7,14 @@ from tests.generate import BROKEN, HEALTHY, by_hand, schedules
 
 
 def test_by_hand():
-    """On 0.1 an I ends at the instant at which the next F starts: the release comes first."""
+    """On 0.1 an I ends as the next F starts, and the release comes first."""
     memory = Memory(unit=1.0, capacity=(9, 9), activation=(2, 2), weight_stash=(1, 1))
-    assert memory_peaks(replace(by_hand(HEALTHY), memory=memory)) == \
-        {Worker(0, 0): 4, Worker(0, 1): 3, Worker(1, 0): 4, Worker(1, 1): 3}
+    assert memory_peaks(replace(by_hand(HEALTHY), memory=memory)) == {
+        Worker(0, 0): 4,
+        Worker(0, 1): 3,
+        Worker(1, 0): 4,
+        Worker(1, 1): 3,
+    }
     assert memory_peaks(by_hand(HEALTHY)) == {}
 
 
@@ -28,7 +32,9 @@ def held(schedule, worker, tick):
             gradient = by_unit.get((OpKind.I, *unit)) or by_unit[OpKind.B, *unit]
             total += memory.activation[unit[0]] * (op.start_ticks <= tick < gradient.end_ticks)
         elif kind is OpKind.W:
-            total += memory.weight_stash[unit[0]] * (by_unit[OpKind.I, *unit].end_ticks <= tick < op.end_ticks)
+            total += memory.weight_stash[unit[0]] * (
+                by_unit[OpKind.I, *unit].end_ticks <= tick < op.end_ticks
+            )
     return total
 
 
@@ -44,6 +50,7 @@ def test_equals_the_definition(schedule):
 
 def spans(schedule):
     """When each live worker runs what, asked of workers that are alike and of each."""
+
     def of(worker):
         return [(op.kind, op.slice, op.start_ticks, op.end_ticks) for op in schedule.ops(worker)]
 
@@ -61,7 +68,9 @@ def test_workers_that_hold_other_layers_step_for_another_time():
     schedule = by_hand(HEALTHY)
     first, *others = schedule.seats
     times = replace(schedule.times, optimizer_of_layer=(1, 3))
-    of_alike, of_each = spans(replace(schedule, times=times, seats=(replace(first, holds=((0, 2),)), *others)))
+    of_alike, of_each = spans(
+        replace(schedule, times=times, seats=(replace(first, holds=((0, 2),)), *others))
+    )
     assert of_alike == of_each
     steps = [of_alike[seat.worker][-1] for seat in schedule.seats if seat.program == first.program]
     assert len(steps) > 1 and steps[0] != steps[-1]

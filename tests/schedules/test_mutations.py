@@ -1,4 +1,7 @@
-"""Whatever single thing is changed in a valid schedule, the checker reports it; and nothing else."""
+"""The checker reports whatever single thing is changed in a valid schedule.
+
+It reports nothing else.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +42,9 @@ def test_mutated(mutation, data):
     assert_reported(mutated, check(mutated))
 
 
-@pytest.mark.parametrize(("mutation", "rule"), GENERAL.items(), ids=[mutation.__name__ for mutation in GENERAL])
+@pytest.mark.parametrize(
+    ("mutation", "rule"), GENERAL.items(), ids=[mutation.__name__ for mutation in GENERAL]
+)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_mutated_with_layers_anywhere(mutation, rule, data):

@@ -34,16 +34,24 @@ def tables():
 
 def parts_of(schedule, ties=(), alike=None):
     divided = divide_schedule(schedule, alike, ties=ties)
-    return {worker: assemble_program(divided.failed, share, divided.contents) for worker,
-            share in divided.shares.items()}
+    return {
+        worker: assemble_program(divided.failed, share, divided.contents)
+        for worker, share in divided.shares.items()
+    }
 
 
 def require_parts(schedule, alike=None, ties=()):
-    """Each worker gets the program that it would have of the whole schedule, up to the numbers of tensors."""
+    """Each worker gets the program that it would have of the whole schedule.
+
+    Only the numbers of tensors may differ.
+    """
     for worker, part in parts_of(schedule, ties, alike).items():
         whole = build_program(schedule, worker, ties)
-        if alike is not None:  # tensors that are planned for the same instant may have another order
-            assert sorted(map(unnumbered, part.instructions)) == sorted(map(unnumbered, whole.instructions))
+        # Tensors that are planned for the same instant may have another order.
+        if alike is not None:
+            assert sorted(map(unnumbered, part.instructions)) == sorted(
+                map(unnumbered, whole.instructions)
+            )
             assert part.ops == whole.ops
             part, whole = replace(part, instructions=()), replace(whole, instructions=())
         assert part == whole
@@ -65,7 +73,7 @@ def test_what_was_divided_before_pipelines_got_other_numbers_need_not_be_again(s
     classes = pipeline_classes(schedule.grid, schedule.times, schedule.memory)
     numbers = {}
     for kind in set(classes):
-        alike = [pipeline for pipeline, one in enumerate(classes) if one == kind]
+        alike = [pipeline for pipeline, class_ in enumerate(classes) if class_ == kind]
         numbers |= zip(alike, random.sample(alike, len(alike)), strict=True)
     assume(all(seat.worker == seat.role for seat in schedule.seats))
     down = tuple(sorted(Worker(numbers[pipeline], column) for pipeline, column in schedule.failed))
@@ -76,10 +84,13 @@ def test_what_was_divided_before_pipelines_got_other_numbers_need_not_be_again(s
     plain = divide_schedule(other, ties=ties)
     assert found.failed == plain.failed
     for worker, share in plain.shares.items():
-        assert found.shares[worker].work in before[0].contents and share.sums == found.shares[worker].sums
+        assert (
+            found.shares[worker].work in before[0].contents
+            and share.sums == found.shares[worker].sums
+        )
 
 
-@pytest.mark.parametrize("folder", tables(), ids=lambda one: one.name)
+@pytest.mark.parametrize("folder", tables(), ids=lambda path: path.name)
 def test_of_tables_with_failures_and_moved_layers(folder):
     table = Table.load(folder)
     whole = table.lookup(()).schedule
@@ -93,21 +104,31 @@ def test_of_tables_with_failures_and_moved_layers(folder):
 def test_numbers_put_no_circle_into_what_workers_wait_for():
     for programs in (HEALTHY, BROKEN):
         schedule = by_hand(programs)
-        found = [one for worker, mine in crossings_by_worker(schedule, range(2)).items() for one in mine
-                 if one.source == worker]
-        assert _is_in_program_order(sorted(found, key=lambda one: one.number))
+        found = [
+            crossing
+            for worker, mine in crossings_by_worker(schedule, range(2)).items()
+            for crossing in mine
+            if crossing.source == worker
+        ]
+        assert _is_in_program_order(sorted(found, key=lambda crossing: crossing.number))
         places = _places_by_op(schedule, schedule.seats)
-        assert len(_number_crossings(schedule, places, _order_by_graph(schedule, range(2), places))) == len(found)
-        swapped = _number_crossings(schedule, places, _order_by_graph(schedule, range(2), places)[::-1])
+        assert len(
+            _number_crossings(schedule, places, _order_by_graph(schedule, range(2), places))
+        ) == len(found)
+        swapped = _number_crossings(
+            schedule, places, _order_by_graph(schedule, range(2), places)[::-1]
+        )
         assert not _is_in_program_order(swapped)
 
 
 def test_who_only_waits_for_a_failure_elsewhere_keeps_what_it_has():
-    """Planned times are nobody's content: a plan with the same order of ops, later, changes nothing."""
+    # Planned times are nobody's content: a plan with the same order of ops, later, changes nothing.
     schedule = by_hand(HEALTHY)
-    programs = tuple(tuple(replace(op, start_ticks=3 * op.start_ticks + 100) for op in program)
-                     for program in schedule.programs)
-    assert divide_schedule(replace(schedule, programs=programs, bound_scope=Scope.STAGES)) == divide_schedule(schedule)
+    programs = []
+    for program in schedule.programs:
+        programs.append(tuple(replace(op, start_ticks=3 * op.start_ticks + 100) for op in program))
+    later = replace(schedule, programs=tuple(programs), bound_scope=Scope.STAGES)
+    assert divide_schedule(later) == divide_schedule(schedule)
 
 
 def test_healthy_pipelines_share_their_contents():

@@ -8,7 +8,9 @@ from tests.generate import HEALTHY, by_hand
 
 def test_it_marks_the_op():
     schedule = by_hand({**HEALTHY, "0.0": HEALTHY["0.0"].replace("W0@4", "W0@5")})
-    violation = next(violation for violation in check(schedule) if violation.rule == "one-at-a-time")
+    violation = next(
+        violation for violation in check(schedule) if violation.rule == "one-at-a-time"
+    )
     lines = render_excerpt(schedule, violation.op).splitlines()
     assert lines[1].startswith(">   0.0 |F0---F1---     I0---     I1---W1---A----O----")
     assert lines[2].index("^^^^^") == lines[1].index("I1---")

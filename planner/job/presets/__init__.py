@@ -1,7 +1,4 @@
-"""List job files to start from.
-
-Published measurements as files, and estimates for models with public shapes.
-"""
+"""List job files to start from: published measurements, and estimates for public models."""
 
 from pathlib import Path
 
@@ -57,7 +54,7 @@ ESTIMATED = {
 }
 """Models whose job files are estimated, by preset name.
 
-They have a shape and a distribution over GPUs, which is an example. The shapes are those of Llama 3
+Each has a shape, and an example of a distribution over GPUs. The shapes are those of Llama 3
 (Grattafiori et al. 2024, arXiv 2407.21783, table 3).
 """
 
@@ -72,8 +69,8 @@ def preset_names() -> tuple[str, ...]:
 def preset_text(name: str, *, shard_optimizer: bool = False) -> str:
     """Return the text of a preset's job file.
 
-    With `shard_optimizer`, a preset whose values are estimated has sharded optimizer state. Raises
-    KeyError for unknown names.
+    If `shard_optimizer` is true, a preset whose values are estimated has sharded optimizer state.
+    Raises KeyError for unknown names.
     """
     if name in ESTIMATED:
         shape, layout = ESTIMATED[name]

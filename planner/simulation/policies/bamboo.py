@@ -31,7 +31,7 @@ class Bamboo(Policy):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines: list[list[int | None]] = []
-        """Pipelines' machines, by stage; None where the predecessor covers the stage."""
+        """Machines of each pipeline, by stage; None where the predecessor covers the stage."""
         self._pipeline_of: dict[int, list[int | None]] = {}
         """Pipeline of each machine that is in one."""
         self._spares: list[int] = []
@@ -40,7 +40,7 @@ class Bamboo(Policy):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second of 1F1B with redundant forwards of the next stage, all alive."""
+        """Samples per second with all workers alive, a published share of 1F1B's."""
         return self._rate_for_machines(self.scenario.workers)
 
     def _rate_for_machines(self, machines: int) -> float:
@@ -60,10 +60,9 @@ class Bamboo(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Let predecessors run the stages of dead workers, or form new pipelines.
+        """Let predecessors run dead workers' stages, or form new pipelines; return the phases.
 
-        Returns the phases after the change. The argument `remaining` has what was left of the
-        phases before. If a stage has no live predecessor, forming pipelines includes a rendezvous.
+        Forming pipelines takes longer if some stage has no live predecessor.
         """
         dead = set(change.removed)
         self._spares = [
@@ -71,6 +70,7 @@ class Bamboo(Policy):
         ]
         died, stage_lost = self._remove_dead(dead)
         lost_samples = self.discard_lost_samples(remaining, worker_died=died)
+        # A restart in progress continues if none of its machines died.
         if self.needs_checkpoint(remaining):
             if not died and remaining[0].cause is Cause.RESTART:
                 return remaining
@@ -81,37 +81,33 @@ class Bamboo(Policy):
             seconds = self.costs.bamboo_seconds + (
                 self.costs.bamboo_fatal_seconds if stage_lost else 0.0
             )
+        # Covering takes a switch, and no less than a reconfiguration that is still in progress.
         elif died:
             unfinished = sum(phase.seconds for phase in remaining if phase.cause is Cause.SWITCH)
             seconds = max(self.costs.switch_seconds, unfinished)
         else:
             return remaining
-        return self.resume_training(self._current_rate(), Phase(Cause.SWITCH, seconds),
-                                    lost_samples=lost_samples)
+        return self.resume_training(
+            self._current_rate(), Phase(Cause.SWITCH, seconds), lost_samples=lost_samples
+        )
 
     def _remove_dead(self, gone: set[int]) -> tuple[bool, bool]:
-        """Remove the machines in `gone` from the pipelines, and return two flags.
-
-        They say whether any was in a pipeline, and whether some stage can no longer be run by its
-        predecessor.
-        """
+        """Remove dead machines; return whether pipelines lost any, and whether a stage is lost."""
         died = gone & self._pipeline_of.keys()
         touched = [(self._pipeline_of.pop(machine), machine) for machine in died]
         for machines, machine in touched:
             machines[machines.index(machine)] = None
         self._covered += len(died)
         # Of two dead neighbours, the first cannot cover the second, or died while it covered it.
-        stage_lost = any(machines[index] is None and machines[index - 1] is None
-                         for machines, _ in touched for index in range(len(machines)))
+        stage_lost = any(
+            machines[index] is None and machines[index - 1] is None
+            for machines, _ in touched
+            for index in range(len(machines))
+        )
         return bool(died), stage_lost
 
     def _should_form_pipelines(self) -> bool:
-        """Return whether to form new pipelines.
-
-        This is so if spare machines suffice for one more pipeline, or too many workers have died
-        since pipelines were last formed, or if replacing dead machines by spares gains more until
-        the next failure, on average, than the pause costs.
-        """
+        """Return whether one more pipeline fits, too many stages are covered, or new ones pay."""
         covered, workers = self._covered, len(self._pipelines) * self.scenario.stages
         more = (
             len(self._pipelines) < self.scenario.pipelines
@@ -119,6 +115,7 @@ class Bamboo(Policy):
         )
         dead = covered - self._formed_covered
         filled = min(covered, len(self._spares))
+        # New pipelines gain the machines that fill gaps until the next failure; all pause for it.
         pays = (
             self.costs.bamboo_seconds * (workers - covered)
             < filled * self.scenario.seconds_between_failures
@@ -131,6 +128,7 @@ class Bamboo(Policy):
         live = [
             machine for machines in self._pipelines for machine in machines if machine is not None
         ] + self._spares
+        # At most every second stage can be covered, since a predecessor must be alive.
         most_covered = stages // 2
         count = min(self.scenario.pipelines, len(live) // (stages - most_covered))
         if not count:
@@ -164,5 +162,4 @@ class Bamboo(Policy):
         self._covered = self._formed_covered = missing
 
     def _current_rate(self) -> float:
-        """Return the samples per second of the machines in pipelines."""
         return self._rate_for_machines(len(self._pipelines) * self.scenario.stages - self._covered)

@@ -1,7 +1,5 @@
 """ElasWave (arXiv 2510.00606): one division of the layers for all pipelines.
 
-It follows the replicas that each stage has left.
-
 If a stage has lost replicas, the others take larger micro-batches, so that the global batch stays.
 Layers then migrate between stages, by a minimax partition, so that a stage with fewer replicas has
 fewer layers. Optimizer states are sharded over the replicas of a stage (ZeRO) in interleaved parts,
@@ -42,18 +40,20 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with layers moved, for `down` dead workers by stage."""
+        """Return the samples per second with layers moved and `down` dead workers of each stage."""
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:
-        return self.throughputs.compute_once((self.name, down, migrated),
-                                             lambda: self._compute_rate(down, migrated=migrated))
+        return self.throughputs.compute_once(
+            (self.name, down, migrated), lambda: self._compute_rate(down, migrated=migrated)
+        )
 
     def _compute_rate(self, down: DownByStage, *, migrated: bool) -> float:
         pipelines = self.scenario.pipelines
         whole = self._fault_free_template.seconds_for(self._microbatches)
         if max(down) >= pipelines:
             return 0.0
+        # A stage with fewer replicas is slower by that factor, and so gets fewer layers.
         if migrated:
             factors = tuple([pipelines / (pipelines - count) for count in down])
             seconds = divide_by_speed(self._layers, factors).seconds_for(self._microbatches)
@@ -62,12 +62,7 @@ class ElasWave(Rerouting):
         return self.throughputs.scale_by_formula(whole, seconds)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on.
-
-        They are the pauses `stalls`, training with the old numbers of layers of each stage, then
-        with the new ones, which apply when all layers have migrated. Training includes redoing
-        `lost_samples`.
-        """
+        """Return phases with the old division of layers, then with the new one."""
         first_rate = self._cached_rate(self._held_stages.down_by_stage, migrated=False)
         final_rate = self._rate_for_stages(self._stages)
         self._loaded_at = now + sum(stall.seconds for stall in stalls) + self.costs.load_seconds

@@ -1,6 +1,4 @@
-"""Malleus (arXiv 2410.13333) and ResiHP (arXiv 2605.06374): work by each worker's speed.
-
-Layers and data are divided. Malleus is of SIGMOD 2025.
+"""Malleus (SIGMOD 2025, arXiv 2410.13333) and ResiHP (arXiv 2605.06374): work by speed.
 
 Malleus estimates how slow each GPU is, and plans anew which GPUs form a stage, how many layers each
 stage of each pipeline has, and how many micro-batches each pipeline; parameters migrate while the
@@ -36,11 +34,11 @@ _ASSUMPTIONS = (
 )
 
 Pipelines = Mapping[tuple[float, ...], int]
-"""Number of pipelines by the ascending slowdown factors of their machines."""
+"""Number of pipelines whose machines have the given slowdown factors, sorted ascending."""
 
 
 class Malleus(Policy):
-    """Policy that divides layers again within pipelines, and micro-batches over them."""
+    """Policy that divides layers in each pipeline, and micro-batches over pipelines, by speed."""
 
     name = "malleus"
     title = "Malleus: layers and micro-batches by the speed of each worker"
@@ -63,7 +61,8 @@ class Malleus(Policy):
     def alive_gpus(alive: int, whole: int) -> int:
         """Return the number of GPUs that a worker uses if `alive` of `whole` are alive.
 
-        `whole`, or the largest power of two that is at most `alive`; 0 if none is alive.
+        If some are lost, it uses the largest power of two that is at most `alive`; 0 if none is
+        alive.
         """
         return alive if alive in (0, whole) else 1 << (alive.bit_length() - 1)
 
@@ -74,15 +73,12 @@ class Malleus(Policy):
         return self._rate_for_pipelines(Counter((1.0,) * size for size in sizes if size))
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Distribute the machines in `live` evenly over pipelines; return the phases."""
+        """Distribute the machines in `live` evenly over pipelines; return the first phases."""
         self._place_machines(live)
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Divide layers and micro-batches over the live machines, and return the next phases.
-
-        The argument `remaining` has what was left of the phases before.
-        """
+        """Divide layers and micro-batches over the live machines, and return the next phases."""
         dead = set(change.removed)
         state_lost = not has_all_layers(self._pipelines.groups, dead)
         self._pipelines.remove_machines(dead)
@@ -108,6 +104,7 @@ class Malleus(Policy):
 
     def _current_rate(self) -> float:
         lengths = Counter(map(len, self._pipelines.groups))
+        # Equal pipelines are counted, not listed, so that the key is small and repeats.
         slow: Counter[tuple[float, ...]] = Counter()
         for nodes in self._pipelines.find_groups(self.slow):
             slow[tuple(sorted(self.slow.get(machine, 1.0) for machine in nodes))] += 1
@@ -130,7 +127,8 @@ class Malleus(Policy):
         )
 
     def _iteration_seconds(self, pipelines: Pipelines) -> float:
-        """Return the seconds of an iteration on `pipelines`, divided by speed."""
+        """Return the seconds of an iteration on `pipelines`, with layers divided by speed."""
+        # Pipelines with equal factors have the same template.
         cuts: Counter[Template] = Counter()
         for factors, count in pipelines.items():
             cuts[divide_by_speed(self._layers, factors)] += count
@@ -153,5 +151,5 @@ class ResiHP(Malleus):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of GPUs that a worker uses, all that are alive."""
+        """Return the number of GPUs that a worker uses: all `alive` of its `whole` number."""
         return alive

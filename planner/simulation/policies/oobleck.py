@@ -33,7 +33,10 @@ class Oobleck(Policy):
         """Smallest number of nodes (machines) of a pipeline: half of its stages, rounded up."""
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with failures in all pipelines or in few, the better."""
+        """Return the samples per second with this many failures, in the better of two placements.
+
+        Failures are spread over all pipelines, or are in as few as possible.
+        """
         pipelines, stages = self.scenario.pipelines, self.scenario.stages
         if not failures:
             return self.fault_free_rate
@@ -45,10 +48,9 @@ class Oobleck(Policy):
         return max(rates)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Form as many pipelines of the job's length as possible, and return the phases.
+        """Form pipelines of the job's length, the last possibly shorter; return the first phases.
 
-        The argument `live` has the numbers of the machines alive at the beginning of the trace;
-        those left over join these pipelines.
+        Machines in `live` that are left over join these pipelines.
         """
         self._idle = sorted(live)
         self._pipelines = PipelineGroups()
@@ -56,10 +58,9 @@ class Oobleck(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Form new pipelines if a machine of one died, and return the next phases.
+        """Form new pipelines if one lost a machine or the job waits; return phases.
 
-        The argument `remaining` has what was left of the phases before. Machines that are added
-        while none dies wait, idle, until one does.
+        Machines that are added while none dies wait, idle, until one does, unless the job waits.
         """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)
@@ -69,22 +70,28 @@ class Oobleck(Policy):
         layers_lost = not has_all_layers(pipelines.groups, dead)
         pipelines.remove_machines(dead)
         self._instantiate_pipelines()
-        return self.resume_after_change(self._current_rate(), remaining,
-                                        Phase(Cause.SWITCH, self.costs.oobleck_seconds),
-                                        worker_died=died, state_lost=layers_lost)
+        return self.resume_after_change(
+            self._current_rate(),
+            remaining,
+            Phase(Cause.SWITCH, self.costs.oobleck_seconds),
+            worker_died=died,
+            state_lost=layers_lost,
+        )
 
     def _instantiate_pipelines(self) -> None:
-        """Change the lengths of pipelines after a failure."""
+        """Put idle machines into old and new pipelines, and mend those that are too short."""
         idle, self._idle = self._idle, []
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in [nodes for nodes in pipelines if not nodes]:
             groups.remove_group(nodes)
+        # Idle nodes first lengthen pipelines that lost some, then form new ones.
         for nodes in sorted(pipelines, key=len):
             while idle and len(nodes) < self.scenario.stages:
                 groups.add_machine(idle.pop(), nodes)
         while len(idle) >= self._min_nodes and len(pipelines) < self.scenario.pipelines:
-            groups.add_group(idle[:self.scenario.stages])
-            del idle[:self.scenario.stages]
+            groups.add_group(idle[: self.scenario.stages])
+            del idle[: self.scenario.stages]
+        # Templates exist only from half the length on (section 4 of the paper).
         self._fix_short_pipelines()
         if not pipelines:
             self._idle = idle
@@ -93,17 +100,19 @@ class Oobleck(Policy):
             groups.add_machine(machine, min(pipelines, key=len))
 
     def _fix_short_pipelines(self) -> None:
-        """Lengthen pipelines below the minimum length by nodes of the longest ones."""
+        """Lengthen pipelines that are too short by nodes of others, or merge them into others."""
         groups, pipelines = self._pipelines, self._pipelines.groups
         for nodes in sorted(
             [nodes for nodes in pipelines if len(nodes) < self._min_nodes], key=len
         ):
+            # Borrow nodes of pipelines that can spare some.
             while (
                 len(nodes) < self._min_nodes
                 and len(largest := max(pipelines, key=len)) > self._min_nodes
             ):
                 groups.add_machine(largest.pop(), nodes)
             if len(nodes) < self._min_nodes:
+                # None can spare any: the pipeline is merged into others.
                 for machine in groups.remove_group(nodes):
                     if pipelines:
                         groups.add_machine(machine, min(pipelines, key=len))
@@ -114,7 +123,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines, each with its number of nodes."""
+        """Return the samples per second of pipelines with these numbers of nodes."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.compute_once(
             (self.name, lengths), lambda: self._compute_rate(lengths)
@@ -134,7 +143,7 @@ class Oobleck(Policy):
 
 
 def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the nodes, of `stages` at first, of each pipeline if failures are spread."""
+    """Return each pipeline's number of nodes, at first `stages`, after failures spread evenly."""
     return [
         stages - failures // pipelines - (index < failures % pipelines)
         for index in range(pipelines)
@@ -142,10 +151,10 @@ def spread_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
 
 
 def stacked_sizes(pipelines: int, stages: int, failures: int) -> list[int]:
-    """Return the nodes of each remaining pipeline if failures remove whole ones.
+    """Return the number of nodes of each pipeline left if failures remove whole ones.
 
-    Pipelines have `stages` nodes at first. The remaining nodes of the last pipeline that is removed
-    join the other pipelines.
+    Each pipeline has `stages` nodes at first. The live nodes of the last pipeline removed join
+    others.
     """
     removed, remainder = divmod(failures, stages)
     sizes = [stages] * (pipelines - removed - (remainder > 0))

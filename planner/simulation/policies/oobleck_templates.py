@@ -1,7 +1,4 @@
-"""Compute Oobleck's pipeline templates (SOSP 2023).
-
-A template is the division of layers over a pipeline's nodes, and the resulting times.
-"""
+"""Compute Oobleck's pipeline templates (SOSP 2023): layers divided over nodes, and the times."""
 
 import math
 from bisect import bisect_right
@@ -13,7 +10,7 @@ from typing import NamedTuple
 
 
 class Template(NamedTuple):
-    """Times of a pipeline's length: n micro-batches take `fill` + n x `step` seconds."""
+    """Times of a pipeline: n micro-batches take `fill` + n x `step` seconds."""
 
     step: float
     """Seconds of a micro-batch at the slowest stage, forward and backward."""
@@ -21,29 +18,30 @@ class Template(NamedTuple):
     """Seconds to fill and drain the pipeline, in addition to `step` for each micro-batch."""
 
     def seconds_for(self, microbatches: int) -> float:
-        """Return the seconds of an iteration of these micro-batches, without A and O."""
+        """Return the seconds of these micro-batches, without all-reduces and optimizer steps."""
         return self.fill + microbatches * self.step if microbatches else 0.0
 
 
 @lru_cache(maxsize=1024)
 def find_template(layers: tuple[float, ...], nodes: int) -> Template:
-    """Return the template of the best contiguous division of `layers` over nodes.
+    """Divide layers over a pipeline's nodes as Oobleck's formula does; return the times.
 
-    Layers are in seconds each, and Oobleck's formula judges. With c_i the time of stage i = 0..S-1
-    and k* the slowest stage, it minimises T = T1 + T2 + T3 where
+    The argument `layers` has the seconds of each layer. With c_i the time of stage i = 0..S-1 and
+    k* the slowest stage, the division has the least T = T1 + T2 + T3, where
 
         T1 = sum of c_i;  T2 = (N - S + k* - 1) c_k*;  T3 = sum of c_i for i >= k*;  N = 4 S
 
-    and N counts micro-batches. Exact: every range of layers is tried as the slowest stage, with the
-    fewest stages before it that suffice.
+    and N counts micro-batches. The result is exact.
     """
     stages = min(nodes, len(layers))
     prefix = [0.0, *accumulate(layers)]
     least = _make_stage_counter(prefix)
     best, best_template = math.inf, None
+    # Try every range of layers as the slowest stage, with the fewest stages before it that suffice.
     parts = combinations(range(len(layers) + 1), 2)
     for first, last in sorted(parts, key=lambda part: prefix[part[1]] - prefix[part[0]]):
         slowest = prefix[last] - prefix[first]
+        # Ranges are in order of time, so from here on none can be better.
         if prefix[-1] + (3 * stages - 1) * slowest >= best:
             break
         after = least(last, len(layers), slowest)
@@ -60,8 +58,14 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that counts the stages that a range of layers needs."""
+    """Return a function that returns the fewest stages for layers `first` to below `last`.
+
+    None of these stages takes more than the third argument, in seconds. `prefix` [layer] has the
+    seconds of all layers before one.
+    """
+
     def count_stages(first: int, last: int, seconds: float) -> int:
+        # The layers [first, last) are packed greedily, which needs the fewest stages.
         count, position = 0, first
         while position < last:
             end = (
@@ -77,14 +81,13 @@ def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], 
 
 
 @lru_cache(maxsize=65536)
-def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...],
-                                 microbatches: int) -> float:
-    """Return the seconds of the best iteration over pipelines of these lengths.
+def shortest_iteration_by_length(
+    layers: tuple[float, ...], lengths: tuple[tuple[int, int], ...], microbatches: int
+) -> float:
+    """Return the seconds of the shortest iteration on pipelines of these lengths.
 
-    Their stages divide `layers` (seconds each), and the pipelines divide the micro-batches, in the
-    best way.
-
-    The argument `lengths` has pairs (nodes, number of pipelines with so many nodes).
+    The argument `lengths` has pairs (nodes, number of pipelines with so many), and `layers` the
+    seconds of each layer. Layers are divided within pipelines, micro-batches over them.
     """
     pipelines: Counter[Template] = Counter()
     for nodes, count in lengths:
@@ -93,13 +96,18 @@ def shortest_iteration_by_length(layers: tuple[float, ...], lengths: tuple[tuple
 
 
 def shortest_iteration(pipelines: Mapping[Template, int], microbatches: int) -> float:
-    """Return the seconds of the best divided iteration, for pipelines by template."""
+    """Return the seconds of an iteration if micro-batches are divided over pipelines as is fastest.
+
+    The argument `pipelines` has the number of pipelines of each template.
+    """
+
     def count_fitting(seconds: float) -> int:
         return sum(
             count * max(0, int((seconds - template.fill) / template.step + 1e-9))
             for template, count in pipelines.items()
         )
 
+    # Bisect for the least time in which all pipelines together run the micro-batches.
     low = 0.0
     high = min(
         template.seconds_for(-(-microbatches // count)) for template, count in pipelines.items()

@@ -8,11 +8,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class _Reference(Policy):
-    """Base class of policies that no system has, drawn as lines to compare with.
-
-    The rate depends only on the number of live workers and their speed (`_rate_for_live`, for
-    subclasses to define), and changes take no time.
-    """
+    """Base class of reference lines, whose rate depends only on live workers and their speed."""
 
     is_reference = True
     balances_speeds = True
@@ -23,7 +19,6 @@ class _Reference(Policy):
 
     @staticmethod
     def alive_gpus(alive: int, whole: int) -> int:  # noqa: ARG004
-        """Return the number of GPUs that a worker uses, all that are alive."""
         return alive
 
     @abstractmethod
@@ -32,27 +27,24 @@ class _Reference(Policy):
 
     @property
     def fault_free_rate(self) -> float:
-        """Samples per second on all workers."""
         return self._rate_for_live(self.scenario.workers)
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on the workers that are left after this many failures."""
         return self._rate_for_live(self.scenario.workers - failures)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return one phase without end, of training on the machines in `live`."""
         self._live = len(live)
         return [Phase(Cause.RUN, rate=self._rate_for_live(self._live))]
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return one phase without end, of training on the machines that are live now."""
         self._live += len(change.added) - len(change.removed)
+        # A worker that takes f times as long counts as 1 / f workers.
         speed = self._live - sum(1 - 1 / factor for factor in self.slow.values())
         return [Phase(Cause.RUN, rate=self._rate_for_live(speed))]
 
 
 class FaultScaled(_Reference):
-    """Reference line of 1F1B's throughput without failures, times the share alive."""
+    """Reference line: 1F1B's throughput without failures, times the share of live workers."""
 
     name = "fault-scaled"
     title = "reference: plain 1F1B times the share of workers alive"
@@ -68,7 +60,7 @@ class FaultScaled(_Reference):
 
 
 class WorkConserving(_Reference):
-    """Reference line of an upper bound: all live workers are busy all the time."""
+    """Reference line: an upper bound, at which all live workers are busy all the time."""
 
     name = "work-conserving"
     title = "reference: no live worker ever idle, no change costs anything"

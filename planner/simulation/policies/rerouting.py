@@ -9,10 +9,10 @@ from slipstream.planner.simulation.policy import Cause, Phase, RatedByStage, Sce
 
 
 class StageAssignment:
-    """Table of the stage of each machine, and of how many machines each stage lacks."""
+    """Stage that each machine runs, and number of machines that each stage lacks."""
 
     def __init__(self, lacking: Iterable[int]) -> None:
-        """Create a table without machines; each stage needs as many as `lacking` says."""
+        """Start without machines; `lacking` has how many each stage needs."""
         self.stage_of: dict[int, int] = {}
         """Stage that each machine runs; machines without one are not in it."""
         self._lacking = list(lacking)
@@ -35,21 +35,21 @@ class StageAssignment:
         return self._most_down
 
     def assign_stage(self, machine: int, stage: int) -> None:
-        """Assign a stage to a machine, instead of the one that it had, if any."""
+        """Let a machine run this stage, and no longer the one that it ran before."""
         self.remove_machine(machine)
         self.stage_of[machine] = stage
         self._lacking[stage] -= 1
         self._down = self._most_down = None
 
     def remove_machine(self, machine: int) -> None:
-        """Remove a machine from the table, if it has a stage."""
+        """Remove a machine from its stage; do nothing if it has none."""
         stage = self.stage_of.pop(machine, None)
         if stage is not None:
             self._lacking[stage] += 1
             self._down = self._most_down = None
 
     def copy(self) -> "StageAssignment":
-        """Return a copy of the table that can change independently."""
+        """Return a copy that can change independently."""
         other = StageAssignment(self._lacking)
         other.stage_of, other._down = dict(self.stage_of), self._down
         return other
@@ -58,19 +58,12 @@ class StageAssignment:
 class Rerouting(RatedByStage):
     """Base class of policies that re-route (this planner, ReCycle, ElasWave).
 
-    It assigns stages to machines, and counts what failures and moves cost. Subclasses define `rate`
-    and `_plan_phases`.
-
-    A failure discards the iteration in progress (half of one on average), and the survivors
-    continue after a switch. A new machine loads a stage and joins between two iterations; so does a
-    live worker that is moved to another stage. If a stage has lost all its workers, or there are
-    fewer workers than stages, the job returns to a checkpoint (written in the background), with
-    stages newly assigned to the machines that are alive. Machines that arrive meanwhile wait until
-    that is done.
-
-    The stage of each machine depends on the trace alone, and not on any policy's throughput. So all
-    policies of this kind that move workers lose a stage at the same times, and a policy whose
-    schedules are never slower than another's never falls behind it.
+    Subclasses define `rate` and `_plan_phases`. A failure discards the iteration in progress (half
+    of one on average), and the survivors continue after a switch. A new machine loads a stage and
+    joins between two iterations; so does a live worker that is moved to another stage. If a stage
+    has lost all its workers, or there are fewer workers than stages, the job returns to a
+    checkpoint (written in the background), with stages newly assigned to the live machines.
+    Machines that arrive meanwhile wait.
     """
 
     moves_workers: bool = True
@@ -79,22 +72,21 @@ class Rerouting(RatedByStage):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._pipelines = scenario.pipelines
+        # The stage of each machine depends on the trace alone, not on any policy's throughput. So
+        # all policies that move workers lose a stage at the same times, and one whose schedules are
+        # never slower than another's never falls behind it.
         self._stages = StageAssignment([scenario.pipelines] * scenario.stages)
-        """Stage assigned to each live machine."""
+        """Stage that each live machine is to run."""
         self._held_stages = self._stages
-        """Stage whose parameters each machine holds, until `_loaded_at`.
-
-        A machine that is about to join holds none. This is the same object as `_stages` if no
-        machine loads a stage.
-        """
+        """Stage that each machine holds until `_loaded_at`; `_stages` itself if none is loading."""
         self._loaded_at = 0.0
-        """Time in seconds of the trace from which on every machine holds its assigned stage."""
+        """Seconds of the trace after which every machine holds its stage in `_stages`."""
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Assign a stage to every machine in `live`, and return the phases from the beginning.
+        """Give every machine in `live` a stage, and return the phases from the beginning.
 
-        The stage is that of the machine's position in the grid, unless some stage would have no
-        worker.
+        The stage is that of the machine's position in the grid. If some stage would have no
+        machine, all are spread evenly.
         """
         for machine in live:
             self._stages.assign_stage(machine, machine % self.scenario.stages)
@@ -104,10 +96,10 @@ class Rerouting(RatedByStage):
         return self.resume_training(self._rate_for_stages(self._stages))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Assign stages to newcomers and moved workers, and return the next phases.
+        """Give newcomers and moved workers a stage, and return the next phases.
 
-        The argument `remaining` has what was left of the phases before. If a stage has lost all its
-        workers, the job restarts from the checkpoint.
+        If a stage has lost all its workers, the job waits, or a restart in progress loses a
+        machine, the job restarts from the checkpoint.
         """
         if change.seconds >= self._loaded_at:
             self._held_stages = self._stages
@@ -115,8 +107,11 @@ class Rerouting(RatedByStage):
             self._stages.remove_machine(machine)
             self._held_stages.remove_machine(machine)
         restarting = remaining[0].cause is Cause.RESTART
-        if remaining[0].cause is Cause.WAIT or (restarting and change.removed) \
-                or self._has_lost_stage(self._held_stages):
+        if (
+            remaining[0].cause is Cause.WAIT
+            or (restarting and change.removed)
+            or self._has_lost_stage(self._held_stages)
+        ):
             # Only the checkpoint holds the parameters of some stage.
             self._reassign_all([*self._stages.stage_of, *change.added])
             self._held_stages = self._stages
@@ -125,6 +120,7 @@ class Rerouting(RatedByStage):
         self._assign_newcomers(change.added)
         if self.moves_workers:
             self._move_workers()
+        # A death costs a switch. Without one, the pause in progress is finished.
         stalls: list[Phase] = []
         if change.removed:
             stalls = [self.switch]
@@ -134,21 +130,17 @@ class Rerouting(RatedByStage):
 
     @abstractmethod
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on, with stages as assigned now.
-
-        They begin with the pauses `stalls` and redo `lost_samples`. By the last phase each machine
-        has loaded its assigned stage.
-        """
+        """Return the phases from `now` on: the pauses `stalls`, redoing lost samples, training."""
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages."""
+        """Return the samples per second of machines with these stages loaded."""
         return self.rate(stages.down_by_stage)
 
     # --- Which machine holds which stage ----------------------------------------------------------
 
     @property
     def _is_loading(self) -> bool:
-        """True if some machine does not hold its assigned stage yet."""
+        """True if some machine has not yet loaded its assigned stage."""
         return (
             self._held_stages is not self._stages
             and self._held_stages.stage_of != self._stages.stage_of
@@ -179,9 +171,10 @@ class Rerouting(RatedByStage):
             self._stages.assign_stage(machine, stage)
 
     def _assign_newcomers(self, machines: Sequence[int]) -> None:
-        """Assign to each newcomer the stage that lacks the most workers."""
+        """Assign to each newcomer the stage that lacks most workers beyond an even spread."""
         if not machines:
             return
+        # Stages that lack more than in an even spread come first.
         spread = self.throughputs.loads.spread_evenly(
             self.scenario.workers - len(self._stages.stage_of) - len(machines)
         )
@@ -198,6 +191,7 @@ class Rerouting(RatedByStage):
         spread = loads.spread_evenly(self.scenario.workers - len(self._stages.stage_of))
         if spread is None or loads.max_load_seconds(spread) >= loads.max_load_seconds(down):
             return
+        # Workers of stages with more than their even share fill the others.
         vacant = [stage for stage, count in enumerate(down) for _ in range(count - spread[stage])]
         counts = list(down)
         for machine, stage in sorted(self._stages.stage_of.items()):
@@ -207,7 +201,10 @@ class Rerouting(RatedByStage):
 
 
 class ReCycle(Rerouting):
-    """ReCycle's policy: 1F1B; after a failure round-robin re-routing, split and staggered."""
+    """ReCycle's policy: 1F1B, and after failures re-routing to peers in turn.
+
+    The backward is then split, and the optimizer staggered.
+    """
 
     name = "recycle"
     title = "ReCycle as published"
@@ -227,10 +224,9 @@ class ReCycle(Rerouting):
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on, in which all workers wait for loading.
+        """Return pauses from `now` on, then redoing lost samples, then training.
 
-        They begin with the restart in `stalls`, if there is one; its other pauses are dropped. A
-        switch follows, and a load if stages are loaded. Training redoes `lost_samples`.
+        The pauses are the restarts in `stalls`, a switch, and loading, for which all machines wait.
         """
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._is_loading:

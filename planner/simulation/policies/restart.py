@@ -28,11 +28,11 @@ class Restart(Policy):
         """Machines that train, in the order in which they began."""
         self._idle_machines: dict[int, None] = {}
         self._grow_at: float | None = None
-        """Time at which the job restarts on more pipelines; None: it is not going to."""
+        """Time in seconds of the trace of a restart on more pipelines. None: none is due."""
         self._rate = 0.0
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on the whole pipelines that this many failures leave."""
+        """Return the samples per second on as many whole pipelines as the live workers form."""
         return self.throughputs.whole_pipelines_rate(
             (self.scenario.workers - failures) // self.scenario.stages
         )
@@ -47,10 +47,11 @@ class Restart(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Return the phases after a change.
 
-        The job restarts now if a machine in use died, or later, to use new machines. The argument
-        `remaining` has what was left of the phases before.
+        The job restarts at once if a machine in use died or it waits for machines, or after the
+        next checkpoint if there are idle machines for one more pipeline.
         """
         self._grow_if_due(change.seconds)
+        # Only the loss of a machine that trains stops the job.
         used = len(self._machines_in_use)
         self._idle_machines |= dict.fromkeys(change.added)
         for machine in change.removed:
@@ -65,10 +66,10 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases from the time `now` on.
+        """Return phases with a restart at the next checkpoint if more pipelines are possible.
 
-        They are those of `remaining` (planned before) that precede training, then training, with a
-        restart after the next checkpoint if idle machines suffice for another pipeline.
+        Otherwise training goes on as it is. All that is planned in `remaining` before training,
+        such as pauses, comes first.
         """
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         # the last phase is the planned restart, which is planned again below
@@ -80,10 +81,15 @@ class Restart(Policy):
             return [*before, self.training_phase(self._rate)]
         begin = now + sum(phase.seconds for phase in before)
         self._grow_at = self._grow_at or self.checkpoints.next_after(begin)
+        # Train on the present machines until the checkpoint, restart, then train on more.
         until = self._grow_at - begin
         later = self.throughputs.whole_pipelines_rate(usable // self.scenario.stages)
-        return [*before, self.training_phase(self._rate).with_seconds(until),
-                Phase(Cause.RESTART, self.costs.restart_seconds), self.training_phase(later)]
+        return [
+            *before,
+            self.training_phase(self._rate).with_seconds(until),
+            Phase(Cause.RESTART, self.costs.restart_seconds),
+            self.training_phase(later),
+        ]
 
     def _grow_if_due(self, now: float) -> None:
         """Use idle machines for more pipelines if their restart is due."""
@@ -104,11 +110,12 @@ class Restart(Policy):
     def _fill_pipelines(self) -> None:
         """Use the live machines of whole pipelines, and leave all others idle."""
         count = self._count_usable_machines()
+        # Machines that began last leave first, and are the first to return.
         surplus = [
             self._machines_in_use.popitem()[0] for _ in range(len(self._machines_in_use) - count)
         ]
         self._idle_machines = dict.fromkeys(reversed(surplus)) | self._idle_machines
-        for machine in list(self._idle_machines)[:count - len(self._machines_in_use)]:
+        for machine in list(self._idle_machines)[: count - len(self._machines_in_use)]:
             del self._idle_machines[machine]
             self._machines_in_use[machine] = None
 

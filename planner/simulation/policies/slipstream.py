@@ -1,8 +1,4 @@
-"""This project's policies.
-
-Schedules fill bubbles with re-routed work; the planner computes them, and the runtime switches
-them.
-"""
+"""This project's policies: schedules fill bubbles with re-routed work."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,20 +32,19 @@ SPEED_STEP = 0.25
 
 
 class LeaveOutChoice(NamedTuple):
-    """Slow machines to leave idle, not waited for, and the resulting samples per second."""
+    """Choice of slow machines to leave idle, and the resulting samples per second."""
 
     rate: float
     left_out: frozenset[int]
 
 
 class Slipstream(Rerouting):
-    """Policy that answers a failure at once, then with layers moved if that pays.
+    """Policy that answers a failure in place, then with layers moved if that pays.
 
-    At once, layers are in place; then the schedule is rebalanced. Layers move while training
-    continues. Machines that join or change their stage load its layers while the others continue.
-    Every machine has an assigned stage, which it holds in addition to or instead of its layers in
-    the rebalanced plan. The assigned stages decide the first answer to the next failure, and which
-    failures lose a stage. So training is never slower than with layers in place.
+    Training continues while layers move, and while machines that join or change their stage load
+    it. Every machine keeps a stage beside its layers in the rebalanced plan: the stages decide the
+    first answer to the next failure, and which failures lose a stage. So training is never slower
+    than with layers in place.
     """
 
     name = "slipstream"
@@ -63,19 +58,19 @@ class Slipstream(Rerouting):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
         self._left_out: frozenset[int] = frozenset()
-        """Slow machines that the present schedule leaves idle, also while they load."""
+        """Slow machines that the present schedule leaves idle, loading ones included."""
         self._settled_at = 0.0
         """Time in seconds of the trace at which the plan with layers moved begins."""
         self._planned_rate = 0.0
-        """Samples per second of this plan at its speeds; 0: no such plan."""
+        """Samples per second of the plan with layers moved, at its own speeds. 0 without a plan."""
         self._planned_slowness: dict[int, float] = {}
         """Slowdown factors of machines when the plan with layers moved was made."""
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule with layers in place.
+        """Return the samples per second of the best schedule with layers in place.
 
-        Those of 1F1B if that is faster. 1F1B runs on the pipelines without a dead worker. `down`
-        has the number of dead workers of each stage.
+        It is the planner's schedule, or one of the pipelines without a dead worker if that is
+        faster. The argument `down` has the number of dead workers of each stage.
         """
         return self.throughputs.in_place_rate(down)
 
@@ -85,9 +80,10 @@ class Slipstream(Rerouting):
         return self.steady_rate(0)
 
     def rebalanced_rate(self, down: DownByStage) -> float:
-        """Return the samples per second of the planner's schedule with layers moved.
+        """Return the samples per second of the planner's schedule with layers moved, or 0.
 
-        Of `down`, the dead workers by stage, only the sum counts, since layers can move.
+        The rate is 0 without such a schedule. The argument `down` has the number of dead workers of
+        each stage; only their sum counts, since layers can move.
         """
         failures = sum(down)
         return (
@@ -97,7 +93,7 @@ class Slipstream(Rerouting):
         )
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second with layers in place or moved, the faster."""
+        """Return the samples per second with layers in place or moved, whichever is faster."""
         at_once = super().steady_rate(failures)
         return (
             max(at_once, self.throughputs.rebalanced_answer(failures)[0])
@@ -106,28 +102,24 @@ class Slipstream(Rerouting):
         )
 
     def start(self, live: Sequence[int]) -> list[Phase]:
-        """Return the phases from the beginning of the trace.
-
-        Layers are moved if that is faster. The argument `live` has the numbers of the machines
-        alive then.
-        """
+        """Return the first phases on the machines `live`, with layers moved if that is faster."""
         super().start(live)
+        self._plan_rebalanced_from_start()
+        return self.resume_training(self._best_rate())
+
+    def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
+        """Return the phases of a restart, with layers moved if that is faster; ignore `rate`."""
+        # All machines load their layers from the checkpoint anyway: moved ones cost no more.
+        self._plan_rebalanced_from_start()
+        return super().restart(self._best_rate(), remaining)
+
+    def _plan_rebalanced_from_start(self) -> None:
+        """Begin with the plan with layers moved, for which no layer has to move later."""
         self._settled_at, self._planned_rate, self._planned_slowness = (
             0.0,
             self._rebalanced_rate_now(),
             {},
         )
-        return self.resume_training(self._best_rate())
-
-    def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:  # noqa: ARG002
-        """Return the phases of a restart from the last checkpoint.
-
-        Layers are moved if that is faster: all machines load their layers from the checkpoint
-        anyway. The parameter `rate` is not used; `remaining` has what was left of the phases
-        before.
-        """
-        self._planned_rate, self._planned_slowness = self._rebalanced_rate_now(), {}
-        return super().restart(self._best_rate(), remaining)
 
     def _rebalanced_rate_now(self) -> float:
         return self.rebalanced_rate(self._stages.down_by_stage) if self.moves_layers else 0.0
@@ -137,7 +129,7 @@ class Slipstream(Rerouting):
         return max(at_once, self._best_rebalanced_rate()) if self.moves_layers else at_once
 
     def _best_rebalanced_rate(self) -> float:
-        """Return the samples per second of the better choice with layers moved."""
+        """Return the samples per second with layers moved, slow machines idle or with less work."""
         return max(
             self._rate_of_best_choice(self._stages, self.rebalanced_rate),
             self._rate_for_slow_workers(),
@@ -148,25 +140,30 @@ class Slipstream(Rerouting):
         slow = [factor for machine, factor in self.slow.items() if machine in self._stages.stage_of]
         if not slow or self._has_lost_stage(self._stages):
             return 0.0
+        # All slow workers count as the slowest of them, so that few plans serve many speeds.
         longest = math.ceil(max(slow) / SPEED_STEP) * SPEED_STEP
-        return self.throughputs.rebalanced_answer(sum(self._stages.down_by_stage),
-                                                  SlowWorkerCount(len(slow), longest))[0]
+        return self.throughputs.rebalanced_answer(
+            sum(self._stages.down_by_stage), SlowWorkerCount(len(slow), longest)
+        )[0]
 
     def _current_rebalanced_rate(self) -> float:
-        """Return the samples per second of the last plan with layers moved.
-
-        They are scaled to the present speeds of machines. They are divided by the largest factor f
-        by which a machine is slower than planned: if each op takes at most f times as long, so does
-        the plan.
-        """
-        return self._planned_rate / max([1.0, *(factor / self._planned_slowness.get(machine, 1.0)
-                                                for machine, factor in self.slow.items())])
+        """Return the samples per second of the last plan with layers moved, at present speeds."""
+        # If each op takes at most f times as long as planned, so does the plan.
+        return self._planned_rate / max(
+            [
+                1.0,
+                *(
+                    factor / self._planned_slowness.get(machine, 1.0)
+                    for machine, factor in self.slow.items()
+                ),
+            ]
+        )
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
         """Return the phases after machines were lost, added, or changed in speed.
 
-        They begin with a switch of schedules if other slow machines are left idle than before the
-        change. The argument `remaining` has what was left of the phases before.
+        If none were lost and training runs, the phases begin with a switch of schedules if other
+        slow machines are left idle than before.
         """
         if change.removed or change.seconds < self._settled_at:
             self._planned_rate = 0.0  # some of its layers are lost, or not loaded yet
@@ -177,6 +174,7 @@ class Slipstream(Rerouting):
             self._left_out,
             self._choose_left_out(self._stages, self.rate).left_out,
         )
+        # Without a failure, only another choice of idle machines needs a switch.
         same = before == self._left_out & self._held_stages.stage_of.keys()
         return (
             phases
@@ -185,13 +183,16 @@ class Slipstream(Rerouting):
         )
 
     def _rate_for_stages(self, stages: StageAssignment) -> float:
-        """Return the samples per second of machines that hold these stages."""
         return self._rate_of_best_choice(stages, self.rate)
 
     def _rate_of_best_choice(
         self, stages: StageAssignment, rate: Callable[[DownByStage], float]
     ) -> float:
-        """Return the samples per second with the best number of machines left idle."""
+        """Return the samples per second with the best choice of slow machines left idle.
+
+        `rate` returns them for the numbers of dead or idle workers by stage. The result is 0 if a
+        stage is lost.
+        """
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
@@ -199,12 +200,7 @@ class Slipstream(Rerouting):
     def _choose_left_out(
         self, stages: StageAssignment, rate: Callable[[DownByStage], float]
     ) -> LeaveOutChoice:
-        """Return which of the slowest machines to leave idle, and the resulting samples per second.
-
-        All others wait for the slowest machine that is not idle. The function `rate` maps the dead
-        or idle workers of each stage to samples per second. A schedule in which every op takes at
-        most f times as long has at most f times the period.
-        """
+        """Return which of the slowest machines to leave idle, and the samples per second then."""
         down = list(stages.down_by_stage)
         slow = sorted(
             (
@@ -214,6 +210,8 @@ class Slipstream(Rerouting):
             ),
             reverse=True,
         )
+        # Leave out the slowest machines one factor after the other. All others wait for the slowest
+        # one among them; the factor 1 stands for leaving out every slow machine.
         best, left_out = LeaveOutChoice(0.0, frozenset()), list[int]()
         for factor, machines in groupby([*slow, (1.0, -1)], key=lambda pair: pair[0]):
             if max(down) >= self._pipelines:
@@ -230,13 +228,9 @@ class Slipstream(Rerouting):
         return best
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return the phases from the time `now` on.
-
-        The job trains with the machines that hold their stage, then with all, then with layers
-        moved. The phases begin with the pauses `stalls` and redo `lost_samples`. If the last plan
-        with layers moved is still possible and faster, it is used from the beginning.
-        """
+        """Return phases without the loading machines, then with all, then with layers moved."""
         settled = self._current_rebalanced_rate()
+        # The last plan with layers moved runs from the beginning if it is faster.
         first_rate = max(settled, self._rate_for_stages(self._held_stages))
         final_rate = max(settled, self._rate_for_stages(self._stages))
         loads, load, switch = self._is_loading, self.costs.load_seconds, self.switch
@@ -259,9 +253,14 @@ class Slipstream(Rerouting):
     def _append_rebalanced(
         self, phases: list[Phase], rate: float, now: float, seconds: float
     ) -> list[Phase]:
-        """Return `phases`, followed by training with layers moved if it pays."""
+        """Return `phases`, followed by training with layers moved if that pays.
+
+        At their end, `phases` train at `rate`, in samples per second. Planning and moving begin
+        `seconds` after `now`.
+        """
         if not self.moves_layers or phases[0].cause is Cause.WAIT:
             return phases
+        # The best rate with layers moved, and the seconds to plan and to move them.
         usual = self._rebalanced_rate_now()
         settled = max(rate, self._best_rebalanced_rate() if self.slow else usual)
         move = (
@@ -271,10 +270,12 @@ class Slipstream(Rerouting):
             * self.costs.load_seconds
         )
         move += self.costs.plan_seconds
+        # The switch must be made up for before the next failure is due.
         gained = settled - rate
         made_up = self.costs.switch_seconds * settled / gained if gained > 0 else math.inf
         if seconds + move + made_up > self.scenario.seconds_between_failures:
             return phases
+        # Remember the plan, so that later slowness and failures can reuse it.
         self._settled_at, self._planned_rate, self._planned_slowness = (
             now + seconds + move,
             usual,
@@ -286,7 +287,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream in which live workers keep stages and layers; newcomers get any stage."""
+    """Slipstream, but no live worker ever changes its stage or its layers."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"

@@ -10,7 +10,7 @@ from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 
 
 class TorchFT(Policy):
-    """Policy that drops groups with a lost worker, and restarts them as whole groups."""
+    """Policy that drops replica groups that lost a worker, and starts new whole groups."""
 
     name = "torchft"
     title = "torchft: a replica group that lost a worker is dropped"
@@ -36,7 +36,7 @@ class TorchFT(Policy):
         return self.fault_free_rate * groups / self.scenario.pipelines
 
     def steady_rate(self, failures: int) -> float:
-        """Return the samples per second on the whole groups that this many failures leave."""
+        """Return the samples per second on as many whole groups as the live workers form."""
         return self._rate_for_groups((self.scenario.workers - failures) // self.scenario.stages)
 
     def start(self, live: Sequence[int]) -> list[Phase]:
@@ -46,11 +46,7 @@ class TorchFT(Policy):
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups that lost a worker, and return the next phases.
-
-        Whole groups are restarted in the background. The argument `remaining` has what was left of
-        the phases before.
-        """
+        """Drop groups that lost a worker, start new whole ones; return the next phases."""
         now, dead = change.seconds, set(change.removed)
         if now >= self._restarted_at:
             self._join_restarted_groups()
@@ -82,15 +78,15 @@ class TorchFT(Policy):
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases from the time `now` on.
+        """Return phases without the starting groups, then with them.
 
-        The groups that run train, and from `_restarted_at` on also the restarted ones. The flag
-        `broken` says that a group that trained has just lost a machine. The argument `remaining`
-        has the phases planned before; if its pauses still apply, the new phases begin with them.
+        `broken` says whether a group has just lost a machine. `remaining` has what is left of the
+        phases before.
         """
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
         lost_samples = self.discard_lost_samples(remaining, worker_died=broken)
+        # Pauses in progress are finished; a group that has just broken (`broken`) makes all switch.
         stalls = [
             phase
             for phase in remaining[: _find_training_phase(remaining)]
@@ -99,6 +95,7 @@ class TorchFT(Policy):
         if broken and not self.needs_checkpoint(remaining):
             stalls = [self.switch]
         phases = self.resume_training(rate, *stalls, lost_samples=lost_samples)
+        # Train without the starting groups until these join and load the state from a peer.
         if starting:
             spent = sum(phase.seconds for phase in phases[:-1])
             phases[-1] = phases[-1].with_seconds(max(0.0, self._restarted_at - now - spent))
@@ -135,9 +132,15 @@ class FTHSDP(TorchFT):
     )
 
     def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario._replace(costs=msgspec.structs.replace(
-            scenario.costs, switch_seconds=scenario.costs.ft_hsdp_stall_seconds,
-            restart_seconds=scenario.costs.ft_hsdp_restart_seconds)))
+        super().__init__(
+            scenario._replace(
+                costs=msgspec.structs.replace(
+                    scenario.costs,
+                    switch_seconds=scenario.costs.ft_hsdp_stall_seconds,
+                    restart_seconds=scenario.costs.ft_hsdp_restart_seconds,
+                )
+            )
+        )
         self._join_phase = Phase(Cause.SWITCH, scenario.costs.switch_seconds)
 
 

@@ -8,11 +8,7 @@ from slipstream.planner.simulation.policies.oobleck_templates import Template
 
 
 class PipelineGroups:
-    """Lists of machines, one for each pipeline or replica.
-
-    The list of a machine is found without a search. The cost of a change depends on the number of
-    machines that it concerns, and not on the size of the job.
-    """
+    """Lists of machines, one for each pipeline or replica, and each machine's list."""
 
     def __init__(self, lists: Iterable[list[int]] = ()) -> None:
         self.groups = list(lists)
@@ -29,14 +25,14 @@ class PipelineGroups:
         self.group_of |= dict.fromkeys(group, group)
 
     def remove_group(self, group: list[int]) -> list[int]:
-        """Remove a pipeline or replica, and return its machines, which are in no list then."""
+        """Remove a pipeline or replica; return its machines, which are then in no list."""
         del self.groups[next(index for index, other in enumerate(self.groups) if other is group)]
         for machine in group:
             del self.group_of[machine]
         return group
 
     def find_groups(self, machines: Iterable[int]) -> list[list[int]]:
-        """Return the lists that hold any of these machines, each once."""
+        """Return the pipelines or replicas that have any of these machines, each once."""
         groups_by_id = {
             id(group): group
             for machine in machines
@@ -54,16 +50,17 @@ class PipelineGroups:
 
 @lru_cache(maxsize=65536)
 def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Template:
-    """Return the template of the contiguous division with the fastest slowest stage.
+    """Divide layers over nodes so that the slowest stage is fastest, and return the times.
 
-    The `layers` are in seconds each, and `factors` the slowdown of the nodes, in their order. A
-    node with factor f takes f times as long. If c_i is the time of stage i, n micro-batches take
-    the sum of all c_i plus n - 1 times the longest. A node may be left without layers. Raises
-    ValueError if there are no nodes.
+    The argument `layers` has the seconds of each layer, and `factors` the slowdown factor of each
+    node, in order of layers. If c_i is the time of stage i, n micro-batches take the sum of all c_i
+    plus n - 1 times the longest. A node may be left without layers. Raises ValueError if there are
+    no nodes.
     """
     if not factors:
         raise ValueError("a pipeline of no nodes")
     prefix = [0.0, *accumulate(layers)]
+    # Bisect for the least time in which every node can take consecutive layers.
     low, high = 0.0, prefix[-1] * min(factors)
     for _ in range(50):
         middle = (low + high) / 2
@@ -78,8 +75,13 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 def _fill_stages_within(
     prefix: Sequence[float], factors: Sequence[float], seconds: float
 ) -> list[float] | None:
-    """Return the seconds of each node's stage if none takes more than `seconds`."""
+    """Give each node in turn as many layers as it runs in `seconds`.
+
+    Return the seconds of each node, or None if layers are left. `prefix` has the seconds of the
+    first 0, 1, 2, ... layers, and `factors` the slowdown factor of each node.
+    """
     position, stages = 0, []
+    # Each node takes as many layers as it has time for.
     for factor in factors:
         end = position
         while end + 1 < len(prefix) and (prefix[end + 1] - prefix[position]) * factor <= seconds:
@@ -90,16 +92,21 @@ def _fill_stages_within(
 
 
 def has_all_layers(pipelines: Sequence[Sequence[int]], gone: Collection[int]) -> bool:
-    """Return whether the machines of `pipelines` that are not in `gone` together hold every layer.
+    """Return whether the machines of `pipelines` that are not in `gone` hold every layer.
 
-    Of n machines in a pipeline, number k is assumed to hold the k-th of n equal parts of the
+    Of n machines in a pipeline, machine k is assumed to hold the k-th of n equal parts of the
     layers.
     """
     gone = set(gone)
     if any(nodes and gone.isdisjoint(nodes) for nodes in pipelines):
         return True
-    parts = sorted((index / len(nodes), (index + 1) / len(nodes)) for nodes in pipelines
-                   for index, machine in enumerate(nodes) if machine not in gone)
+    # The live parts of all pipelines, in order of layers, must leave no gap.
+    parts = sorted(
+        (index / len(nodes), (index + 1) / len(nodes))
+        for nodes in pipelines
+        for index, machine in enumerate(nodes)
+        if machine not in gone
+    )
     reached = 0.0
     for first, end in parts:
         if first > reached + 1e-9:

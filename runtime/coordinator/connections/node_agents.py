@@ -29,56 +29,63 @@ POLL_SECONDS = 0.005
 
 
 class NodeAgents:
-    """Connections to the agents of the other nodes. A report is acknowledged the way it came: over
-    the worker's own connection, or by its node's agent."""
+    """Connections to node agents, which forward the reports of their workers in batches."""
 
-    def __init__(self, run: RunSpec, processes: ProcessManager, workers: WorkerConnections,
-                 bounds: MessageBounds) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        processes: ProcessManager,
+        workers: WorkerConnections,
+        bounds: MessageBounds,
+    ) -> None:
         self._run = run
         self._processes = processes
         self._workers = workers
         self._bounds = bounds
         self._connections: dict[int, Connection] = {}
         self._node_of: dict[Worker, int] = {}
-        """Node whose agent forwarded the last report of each worker. Workers that reported directly
-        are not in it."""
+        """Node whose agent forwarded each worker's last report; absent if it came directly."""
         self._answers: dict[int, list[tuple[tuple[Worker, ...], Acknowledged]]] = {}
-        """Acknowledgements for each node's agent until `send_answers`, with their workers."""
+        """Acknowledgements that `send_answers` will send to each node, with their workers."""
 
     @property
     def connected_nodes(self) -> Collection[int]:
-        """Numbers of the nodes that are connected."""
+        """Numbers of the nodes, other than node 0, that are connected."""
         return self._connections.keys()
 
     def find_represented_workers(self, connection: Connection) -> Collection[Worker]:
-        """Return the workers of the node whose current connection this is; otherwise none."""
+        """Return the workers of a connection's node; none if its agent has a newer connection."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
         return self._processes.get_node_workers(node)
 
     def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
-        """Answer a node agent that has connected; return whether it now starts all its workers.
+        """Answer a node agent that joins; return whether it now starts all its workers.
 
-        They join like workers that return. An agent that followed the coordinator whose run this
-        one continues keeps its live workers; any other that has followed a coordinator is sent
-        away. The agent of a node that is still connected, or whose loss has not been noticed yet,
-        is told to ask again. `restarted` says that the run has given an order before, so that
-        workers join a run in progress.
+        It does not if it is refused, or brings along the workers that it started before.
+        `restarted` is passed on to the agent: whether the run has continued without its workers.
         """
-        node = join.node
-        setup, shares, is_known = self._run.setup, self._run.facts.shares, 0 < node < self._run.setup.common.nodes
+        node, setup, shares = join.node, self._run.setup, self._run.facts.shares
+        exists = 0 < node < setup.common.nodes
+        # It has followed another coordinator than the one whose run continues here: sent away.
         if join.epoch and (join.epoch >= setup.epoch or self._run.behind is None):
-            why = "its connection had ended" if join.epoch == setup.epoch else "it followed another node 0"
+            why = "it followed another node 0"
+            if join.epoch == setup.epoch:
+                why = "its connection had ended"
             connection.send(encode_frame(RunEnded(f"node 0 continues without node {node}: {why}")))
             connection.close()
             return False
+        # Its node is still connected, or its loss not noticed yet: it asks again later.
         before = self._connections.get(node)
-        if before is not None and not self._workers.has_given_up_all(self._processes.get_node_workers(node)):
+        if before is not None and not self._workers.has_given_up_all(
+            self._processes.get_node_workers(node)
+        ):
             connection.send(encode_frame(NodeTaken()))
             connection.close()
             return False
-        if is_known:
+        # An agent that has followed a coordinator before brings its workers along.
+        if exists:
             self._connections[node] = connection
             if before is not None:
                 before.close()
@@ -86,13 +93,24 @@ class NodeAgents:
                 self._processes.record_node_adopted(node, join.alive)
             else:
                 self._processes.record_node_started(node)
-        connection.send(encode_frame(NodeSetup(
-            setup.common, tuple(map(len, shares)), tuple(shares[node]) if is_known else (), self._run.request.config,
-            setup.first_iteration, restarted=restarted, epoch=setup.epoch)))
-        return is_known and not join.epoch
+        # An agent whose node the run does not have is answered, too, with no workers.
+        connection.send(
+            encode_frame(
+                NodeSetup(
+                    setup.common,
+                    tuple(map(len, shares)),
+                    tuple(shares[node]) if exists else (),
+                    self._run.request.config,
+                    setup.first_iteration,
+                    restarted=restarted,
+                    epoch=setup.epoch,
+                )
+            )
+        )
+        return exists and not join.epoch
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Remove a connection that has ended. Return whether it was the current one of its node."""
+        """Remove an ended connection; return whether this disconnects its node."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return False
@@ -104,36 +122,45 @@ class NodeAgents:
         if node in self._connections:
             self._connections[node].send(encode_frame(message))
 
-    def receive_reports(self, node: int, here: Collection[Worker], gathered: GatheredReports,
-                        following: int) -> tuple[IterationReport, ...]:
-        """Add a batch of reports from a node's agent; return those of complete workers.
+    def receive_reports(
+        self, node: int, workers: Collection[Worker], gathered: GatheredReports, following: int
+    ) -> tuple[IterationReport, ...]:
+        """Take a batch of ranks' reports from a node; return workers' reports that it completes.
 
-        Reports of workers that are not `here`, on the node, are ignored. A worker that reports an
-        impossible value is disconnected. `following` is the iteration to be committed next. The
-        agent is answered by `send_answers`, even if no worker's report is complete.
+        Only reports of the node's `workers` count. A worker that reports an impossible value is
+        disconnected. `following` is the iteration to be committed next. `send_answers` answers the
+        agent even if no worker's report is complete.
         """
         self._answers[node], completed = [], list[IterationReport]()
-        for one in gathered.reports:
-            report = one.report
-            connection = self._workers.find_connection(report.worker, one.rank) if report.worker in here else None
+        for rank_report in gathered.reports:
+            report = rank_report.report
+            # An agent may report for its own workers only, as long as they are connected.
+            if report.worker not in workers:
+                continue
+            connection = self._workers.find_connection(report.worker, rank_report.rank)
             if connection is None:
                 continue
             violation = self._bounds.find_violation(report, following)
             if violation is not None:
                 connection.cut_off(violation)
                 continue
+            # A worker of several ranks has reported when all of them have.
             combined = self._workers.combine_message(connection, report)
-            completed += [combined] if isinstance(combined, IterationReport) else []
-        self._node_of.update(dict.fromkeys((one.worker for one in completed), node))
+            if isinstance(combined, IterationReport):
+                completed.append(combined)
+        self._node_of.update(dict.fromkeys((report.worker for report in completed), node))
         return tuple(completed)
 
     def mark_direct_report(self, worker: Worker) -> None:
-        """Record that a worker reported over its own connection, by which it is acknowledged."""
+        """Record that a worker reported over its own connection, over which it is acknowledged."""
         self._node_of.pop(worker, None)
 
     def acknowledge_reports(self, workers: Sequence[Worker], message: Acknowledged) -> None:
-        """Send `message` to workers at once, or with the next `send_answers`. The latter concerns
-        workers whose last report came by their node's agent."""
+        """Acknowledge reports of these workers with `message`.
+
+        Workers that report by themselves get it now; the next `send_answers` sends it to those that
+        report through their node's agent.
+        """
         by_node: dict[int, list[Worker]] = {}
         for worker in workers:
             node = self._node_of.get(worker)
@@ -158,11 +185,11 @@ class NodeAgents:
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
         """Tell all agents that the run has ended, and close their connections.
 
-        They have `ANNOUNCE_SECONDS` to disconnect. `error` is None if the run is complete. With
-        `anew`, it starts again from its beginning, and the agents must join it again.
+        `error` says why it ended early; None: it is complete. `anew`: the run starts again.
         """
         for node in self._connections:
             self.send(node, RunEnded(error, anew))
+        # An agent that has read the message disconnects; closed sooner, it might not get it.
         with suppress(TimeoutError):
             async with asyncio.timeout(ANNOUNCE_SECONDS):
                 while not all(connection.is_closed for connection in self._connections.values()):

@@ -16,31 +16,53 @@ from slipstream.runtime.protocol.authentication import (
     Secret,
     TagSequence,
 )
-from slipstream.runtime.protocol.channel import MAX_BYTES, Frame, FrameParser, ProtocolError, enable_keepalive
+from slipstream.runtime.protocol.channel import (
+    MAX_BYTES,
+    Frame,
+    FrameParser,
+    ProtocolError,
+    enable_keepalive,
+)
 from slipstream.runtime.protocol.rendezvous import BACKLOG
-from slipstream.runtime.protocol.to_coordinator import FromNodeAgent, FromWorker, JoinNode, JoinWorker, ToCoordinator
+from slipstream.runtime.protocol.to_coordinator import (
+    FromNodeAgent,
+    FromWorker,
+    JoinNode,
+    JoinWorker,
+    ToCoordinator,
+)
 from slipstream.schedules.schedule import Worker
 
 MAX_UNSENT_BYTES = 2 * MAX_BYTES
 """Unsent bytes above which a peer is cut off, because it does not read."""
 
-_FROM_WORKER, _FROM_NODE_AGENT = frozenset(get_args(FromWorker)), frozenset(get_args(FromNodeAgent))
+_FROM_WORKER = frozenset(get_args(FromWorker))
+_FROM_NODE_AGENT = frozenset(get_args(FromNodeAgent))
 
 MessageCallback = Callable[["Connection", ToCoordinator | None], None]
 """Function that is called with each message, and with None at the connection's end."""
 
 
 class Server:
-    """State that all connections of the coordinator's server share.
+    """Coordinator's server: the connections that are open, and the functions that they call.
 
-    Parameters ---------- secret Secret by which the server and its peers authenticate each other.
-    heard Function that is called with a connection and each message that it receives, and with None
-    at its end. say Function that is called with a line about a connection that was cut off because
-    of what its peer sent. most_unknown Number of connections that may be open without an identified
-    peer; if there are more, the oldest is closed.
+    Parameters
+    ----------
+    secret
+        Secret by which the server and its peers authenticate each other.
+    heard
+        Function that is called with each message of a connection, and with None when the connection
+        of an identified peer has ended.
+    say
+        Function that is called with a line about a connection that was cut off.
+    most_unknown
+        Number of connections that may be open without an identified peer; if there are more, the
+        oldest is closed.
     """
 
-    def __init__(self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int) -> None:
+    def __init__(
+        self, secret: Secret, heard: MessageCallback, say: Callable[[str], None], most_unknown: int
+    ) -> None:
         self.secret = secret
         self.heard = heard
         self.refused = RefusalLog(say)
@@ -53,7 +75,9 @@ class Server:
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
-            next(iter(self._unknown)).cut_off(f"more than {self._most_unknown} connections have no identified peer")
+            next(iter(self._unknown)).cut_off(
+                f"more than {self._most_unknown} connections have no identified peer"
+            )
 
     def mark_identified(self, connection: "Connection") -> None:
         """Stop counting a connection as unidentified: its peer is known, or it has ended."""
@@ -71,9 +95,10 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """Connection to a worker or a node agent."""
+    """Connection to a worker or a node agent: authenticates the peer, then passes messages."""
 
     def __init__(self, server: Server) -> None:
+        # The handshake, then tagged messages.
         self._server = server
         self._challenge = Challenge(server.secret, "control")
         self._received = bytearray()
@@ -84,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         """Messages that are sent at the end of this turn of the event loop."""
+        # The peer: where and who it is, and whether it still sends.
         self._hello: asyncio.TimerHandle | None = None
         self._address = ""
         self.peer: Worker | int | None = None
@@ -91,8 +117,7 @@ class Connection(asyncio.Protocol):
         self.rank = 0
         """Rank of the process at the other end among the processes of its worker."""
         self.heard = math.inf
-        """Time of `time.monotonic` at which a worker's process last sent anything. Infinity: it
-        sends no heartbeats."""
+        """Time (`time.monotonic`) when the peer last sent anything; infinity: it may be silent."""
         self.over = False
         """True if the connection has ended and all its messages have been handled."""
 
@@ -103,14 +128,16 @@ class Connection(asyncio.Protocol):
         self._address = f"{host}:{port}"
         enable_keepalive(transport.get_extra_info("socket"))
         self._hello = asyncio.get_running_loop().call_later(
-            HELLO_SECONDS, self.cut_off, f"it did not identify itself within {HELLO_SECONDS:.0f} s")
+            HELLO_SECONDS, self.cut_off, f"it did not identify itself within {HELLO_SECONDS:.0f} s"
+        )
         self._transport.write(self._challenge.greeting)
         self._server.add_connection(self)
 
     def data_received(self, data: bytes) -> None:
-        """Pass complete messages on to the server's `heard`, or cut off invalid data."""
+        """Pass complete messages to the server's `heard`; cut off peers that send invalid data."""
         if self._transport is None or self._transport.is_closing():
             return
+        # Nothing is decoded before the peer has proved that it knows the secret.
         try:
             if self._frames is None:
                 data = self._shake_hands(data)
@@ -121,7 +148,7 @@ class Connection(asyncio.Protocol):
             self.cut_off(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Report the connection's end, whichever side ended it, to the server's `heard`."""
+        """Tell the server's `heard` that an identified peer's connection ended, by either side."""
         self._stop_hello_timer()
         self._server.remove_connection(self)
         self._transport = None
@@ -139,11 +166,8 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send a message, with all others that are sent before the event loop polls again.
-
-        One system call writes them, as calls are expensive. Nothing happens if the connection is
-        closing. A peer that does not read is cut off.
-        """
+        """Send a message with the next write; cut off a peer that does not read."""
+        # One system call writes all, as calls are expensive.
         if not self.is_closing:
             assert self._tags is not None
             self._unsent.append(message.with_tag(self._tags))
@@ -165,8 +189,12 @@ class Connection(asyncio.Protocol):
     def cut_off(self, why: str) -> None:
         """End the connection at once, and report the reason `why` to users."""
         self._stop_hello_timer()
+        # A line for users: who it is, as far as that is known, and why.
         if self._transport is not None and not self._transport.is_closing():
-            who = "" if self.peer is None else f"{'node' if isinstance(self.peer, int) else 'worker'} {self.peer} at "
+            who = ""
+            if self.peer is not None:
+                kind = "node" if isinstance(self.peer, int) else "worker"
+                who = f"{kind} {self.peer} at "
             self._server.refused(f"{who}{self._address}", why)
             self._transport.abort()
 
@@ -174,6 +202,7 @@ class Connection(asyncio.Protocol):
         unsent, self._unsent = self._unsent, []
         if self._transport is not None and unsent and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
+            # A peer that does not read must not fill this process's memory.
             if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self.cut_off("it does not read what it is sent")
 
@@ -187,7 +216,10 @@ class Connection(asyncio.Protocol):
         self._received += data
         if len(self._received) < HELLO_BYTES:
             return b""
-        proof, (self._tags, receiving) = self._challenge.verify_hello(bytes(self._received[:HELLO_BYTES]))
+        # Each direction has tags of its own, so that nobody can send a message back to its sender.
+        proof, (self._tags, receiving) = self._challenge.verify_hello(
+            bytes(self._received[:HELLO_BYTES])
+        )
         self._frames = FrameParser(receiving)
         assert self._transport is not None
         self._transport.write(proof)
@@ -196,8 +228,7 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _receive_message(self, message: ToCoordinator) -> None:
-        """Check the sender of a message, and pass it on. The first message must identify the
-        peer."""
+        # The peer is whom its first message names, and may then speak for nobody else.
         if self.peer is None:
             if isinstance(message, JoinWorker):
                 self.peer, self.rank = message.worker, message.rank
@@ -212,7 +243,10 @@ class Connection(asyncio.Protocol):
 
 
 def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Return whether a peer may send a message: a worker only messages about itself."""
+    """Return whether a worker or a node's agent may send a message.
+
+    `peer` is the worker, whose messages may name no other one, or the agent's node.
+    """
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
@@ -220,4 +254,6 @@ def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
 
 async def start_server(listener: socket.socket, server: Server) -> asyncio.Server:
     """Accept connections on a listening socket; return the server, which the caller closes."""
-    return await asyncio.get_running_loop().create_server(lambda: Connection(server), sock=listener, backlog=BACKLOG)
+    return await asyncio.get_running_loop().create_server(
+        lambda: Connection(server), sock=listener, backlog=BACKLOG
+    )

@@ -14,11 +14,11 @@ from slipstream.schedules.schedule import Worker
 
 STATUS_ANSWER_SECONDS = 1.0
 """Time that members have to answer. A worker that answers at all does so in milliseconds."""
+# Below 1, as the op may have begun some time after the last commit.
 HANG_SHARE = 0.8
-"""Share of the timeout that a hung activity lasts, as it may have begun late."""
+"""Share of the timeout after which a member in one op counts as hung."""
 CIRCLE_TIMEOUTS = 1.8
-"""Timeouts for which members must wait for each other in one call to be stopped. Two reports in a
-row then name them: communication that is only slow ends earlier."""
+"""Timeouts that members wait in a circle before they are stopped: at the second report."""
 MAX_NAMES = 8
 """Largest number of workers that a line names."""
 
@@ -37,46 +37,76 @@ class StallReport:
     """True if all members wait for a schedule that is being planned."""
 
     def __str__(self) -> str:
-        ordered = sorted(self.statuses.values(), key=lambda one: (one.waits, -one.seconds, one.worker))
-        lines = [f"worker {one.worker}: {one.doing}" + (f" ({one.seconds:.0f} s)" if one.seconds >= 1 else "")
-                 for one in ordered[:MAX_NAMES]]
-        lines += [f"{len(ordered) - MAX_NAMES} others wait, too"] if ordered[MAX_NAMES:] else []
+        ordered = sorted(
+            self.statuses.values(),
+            key=lambda status: (status.waits, -status.seconds, status.worker),
+        )
+        lines = [_describe_status(status) for status in ordered[:MAX_NAMES]]
+        if ordered[MAX_NAMES:]:
+            lines.append(f"{len(ordered) - MAX_NAMES} others wait, too")
         lines += [f"worker {worker} does not answer" for worker in self.silent[:MAX_NAMES]]
-        lines += ["node 0: plans a schedule for the workers that are left"] if self.planning else []
+        if self.planning:
+            lines.append("node 0: plans a schedule for the workers that are left")
         return f"nothing has been committed for {self.seconds:.0f} s; " + "; ".join(lines)
 
-    def find_culprits(self, held: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
-        """Return the status of members that were busy too long with one op.
+    def find_culprits(self, layers_of: Mapping[Worker, Collection[int]]) -> list[WorkerStatus]:
+        """Return the status of each member that hangs in one op.
 
-        Too long is most of the timeout, if each of its layers (`held`) has another holder that was
-        not: if all holders compute for so long, the work itself is long.
+        A member hangs if it has been busy with the op for most of the timeout, and each of its
+        layers (`layers_of`) has another holder that has not: if all holders are busy for so long,
+        the work itself is long.
         """
         enough = HANG_SHARE * self.timeout_seconds
-        busy = {worker: one for worker, one in self.statuses.items() if not one.waits and one.seconds >= enough}
-        spared = {layer for worker, layers in held.items() if worker not in busy for layer in layers}
-        return [one for worker, one in sorted(busy.items()) if spared.issuperset(held.get(worker, (-1,)))]
-
+        busy = {
+            worker: status
+            for worker, status in self.statuses.items()
+            if not status.waits and status.seconds >= enough
+        }
+        # Layers that have a holder which was not busy for so long.
+        spared = {
+            layer for worker, layers in layers_of.items() if worker not in busy for layer in layers
+        }
+        return [
+            status
+            for worker, status in sorted(busy.items())
+            if spared.issuperset(layers_of.get(worker, (-1,)))
+        ]
 
     def find_circle(self) -> list[WorkerStatus]:
         """Return the status of members that have long waited for each other in a circle.
 
-        No schedule lets workers wait in a circle, so a connection between them does not work. Empty
-        if each waits, however indirectly, for a member that computes, or whose wait is not known.
+        No schedule lets workers wait in a circle, so a connection between them does not work. The
+        result is empty if each member waits, directly or through others, for a member that computes
+        or of which it is not known whom it awaits.
         """
         enough = CIRCLE_TIMEOUTS * self.timeout_seconds
-        waiting = {worker: one for worker, one in self.statuses.items()
-                   if one.waits and one.awaited and one.seconds >= enough}
-        while outside := [worker for worker, one in waiting.items() if not waiting.keys() >= {*one.awaited}]:
-            for worker in outside:  # it waits for a member that is not in a circle
+        waiting = {
+            worker: status
+            for worker, status in self.statuses.items()
+            if status.waits and status.awaited and status.seconds >= enough
+        }
+        # Remove members that wait for one outside of a circle, until none is left.
+        while outside := [
+            worker for worker, status in waiting.items() if not waiting.keys() >= {*status.awaited}
+        ]:
+            for worker in outside:
                 del waiting[worker]
-        while unawaited := waiting.keys() - {worker for one in waiting.values() for worker in one.awaited}:
+        # Remove members for which none in a circle waits.
+        while unawaited := waiting.keys() - {
+            worker for status in waiting.values() for worker in status.awaited
+        }:
             for worker in unawaited:
                 del waiting[worker]
-        return [one for _, one in sorted(waiting.items())]
+        return [status for _, status in sorted(waiting.items())]
+
+
+def _describe_status(status: WorkerStatus) -> str:
+    line = f"worker {status.worker}: {status.doing}"
+    return f"{line} ({status.seconds:.0f} s)" if status.seconds >= 1 else line
 
 
 class StallWatch:
-    """Watch that calls `ask` for each member when the timeout passes without a commit."""
+    """Watch that asks members what they do when the timeout passes without a commit."""
 
     def __init__(self, timeout_seconds: float, ask: Callable[[Worker], None]) -> None:
         self._timeout = timeout_seconds
@@ -96,30 +126,37 @@ class StallWatch:
         if self._asked is not None:
             self._statuses[status.worker] = status
 
-    def check_progress(self, members: Collection[Worker], interval_seconds: float, *,
-                       planning: bool) -> StallReport | None:
-        """Ask members what they do once the timeout passes without a commit; report the answers.
+    def check_progress(
+        self, members: Collection[Worker], interval_seconds: float, *, planning: bool
+    ) -> StallReport | None:
+        """Ask members what they do if nothing is committed for long; return their answers.
 
-        Returns None while there is nothing to report. Members have `STATUS_ANSWER_SECONDS` to
-        answer. To be called every `interval_seconds`: a call that comes much later means that this
-        process was not scheduled, and that time does not count. `planning` says that members wait
-        for a schedule.
+        Must be called every `interval_seconds`. After asking, calls return None until all members
+        have answered or had the time to; that call returns the answers. `planning` says whether
+        all members wait for a schedule.
         """
         now = time.monotonic()
-        if now - self._looked > 3 * interval_seconds:  # this process was not scheduled
+        # A call that comes much too late: this process was not scheduled, which does not count.
+        if now - self._looked > 3 * interval_seconds:
             self._from = max(self._from, now - interval_seconds)
         self._looked = now
+        # The answers arrive by `add_status`, and a later call reports them.
         if self._asked is None:
             if now - self._from > self._timeout:
                 self._asked, self._members, self._statuses = now, tuple(sorted(members)), {}
                 for worker in self._members:
                     self._ask(worker)
             return None
+        # Report when all that are still members have answered, or some had the time to.
         present = [worker for worker in self._members if worker in members]
         silent = tuple(worker for worker in present if worker not in self._statuses)
         if silent and now - self._asked < STATUS_ANSWER_SECONDS:
             return None
         self._asked, self._from = None, now
-        return StallReport(now - self._since, self._timeout,
-                           {worker: self._statuses[worker] for worker in present if worker not in silent}, silent,
-                           planning)
+        return StallReport(
+            now - self._since,
+            self._timeout,
+            {worker: self._statuses[worker] for worker in present if worker not in silent},
+            silent,
+            planning,
+        )

@@ -29,37 +29,41 @@ DRAIN_SECONDS = 1.0
 CHECKS_PER_TIMEOUT = 10
 """Number of checks for silent workers in each heartbeat timeout."""
 SILENT_SHARE = 0.5
-"""Share of the timeout for which all others on a lost worker's machine must be silent. They are
-given up with it; a live worker is heard several times in it."""
+"""Share of the timeout after which silent workers are lost with another of their machine."""
 
 EnqueueCallback = Callable[[Callable[[], None]], None]
-"""Function that adds a function to the event loop's queue, as an event of its own."""
+"""Function that adds a function to the event loop's queue, as an event."""
 LostCallback = Callable[[Worker, str, float], None]
-"""Function called with a lost worker, the reason, and since when it was silent."""
+"""Function called with a lost worker, the reason, and when it last sent (0: unknown)."""
 
 
 class WorkerConnections:
-    """Connections to the worker processes of one run."""
+    """Connections to a run's workers, which show who is silent, lost or ended."""
 
-    def __init__(self, run: RunSpec, processes: ProcessManager, put: EnqueueCallback, lost: LostCallback) -> None:
+    def __init__(
+        self, run: RunSpec, processes: ProcessManager, put: EnqueueCallback, lost: LostCallback
+    ) -> None:
         self._run = run
         self._processes = processes
         self._put = put
         self._lost = lost
-        self._known = frozenset(run.request.schedule.grid.workers())
+        self._grid = frozenset(run.request.schedule.grid.workers())
         self._ranks = run.request.config.training.tensor_parallel
         self._domains = run.failure_domains
         self._timeout = run.setup.common.resilience.heartbeat_timeout_seconds
         self._looked = time.monotonic()
+        # What is known of each worker's processes.
         self._connections: dict[Worker, dict[int, Connection]] = {}
         """Connections of each worker that is not lost, by rank; some may have ended."""
-        self._reports = RankReports(self._ranks, lambda worker, order: self.send(worker, EndOrder(order)))
+        self._reports = RankReports(
+            self._ranks, lambda worker, order: self.send(worker, EndOrder(order))
+        )
         self._ended: dict[Worker, WorkerEnded] = {}
-        """Workers whose processes have ended but whose messages may still arrive."""
+        """Workers whose processes have ended, but whose last messages may still arrive."""
         self._given_up: set[Worker] = set()
-        """Workers that were lost before their processes have ended."""
+        """Workers that count as lost, but whose processes may still run."""
         self._last_sent: tuple[msgspec.Struct | None, Frame] = None, Frame(b"", b"")
-        """Last message and its bytes, so that one to all workers is encoded once."""
+        """Last message and its bytes: a message to all workers is encoded only once."""
 
     def __contains__(self, worker: Worker) -> bool:
         return any(not connection.over for connection in self._connections.get(worker, {}).values())
@@ -72,16 +76,26 @@ class WorkerConnections:
     def admit_process(self, connection: Connection, message: JoinWorker) -> bool:
         """Add the connection of a worker's process, or close it; return whether it was added.
 
-        A process is first told to leave if its worker was given up, or if it followed a coordinator
-        other than the one whose run this one continues.
+        It is closed if the process is of another run, was given up, or is not of the grid, or if
+        another process is still connected in its place.
         """
         worker, epoch = message.worker, self._run.setup.epoch
         if message.epoch and (message.epoch >= epoch or self._run.behind is None):
-            connection.send(encode_frame(Leave()))  # it was given up, or belongs to another run, or follows a newer one
+            # It was given up, or belongs to another run, or follows a newer one.
+            connection.send(encode_frame(Leave()))
             connection.close()
             return False
-        others = {rank: other for rank, other in self._connections.get(worker, {}).items() if not other.over}
-        if message.rank in others or worker not in self._known or message.rank not in range(self._ranks):
+        # A process that is not of this grid, or of which another is still connected, is refused.
+        others = {
+            rank: other
+            for rank, other in self._connections.get(worker, {}).items()
+            if not other.over
+        }
+        if (
+            message.rank in others
+            or worker not in self._grid
+            or message.rank not in range(self._ranks)
+        ):
             connection.close()  # not ours: a process is restarted only after its end was handled
             return False
         self._connections[worker] = {**others, message.rank: connection}
@@ -100,8 +114,7 @@ class WorkerConnections:
             connection.send(self._last_sent[1])
 
     def record_sign_of_life(self, connection: Connection) -> bool:
-        """Record that a worker's process sent something; return whether its connection is
-        current."""
+        """Record that a worker sent something; return whether its connection is still in use."""
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
@@ -109,9 +122,11 @@ class WorkerConnections:
             connection.heard = time.monotonic()
         return True
 
-    def combine_message(self, connection: Connection, message: ToCoordinator) -> ToCoordinator | None:
-        """Add a process's message; return the worker's once all its processes have sent theirs.
-        Returns None until then, and for a connection that is not the current one of its process."""
+    def combine_message(
+        self, connection: Connection, message: ToCoordinator
+    ) -> ToCoordinator | None:
+        """Add a rank's message; return the worker's, or None if it is incomplete or outdated."""
+        # A connection that was replaced, or whose worker was given up, no longer counts.
         worker = connection.peer
         if not isinstance(worker, Worker) or not self.record_sign_of_life(connection):
             return None
@@ -128,48 +143,66 @@ class WorkerConnections:
         return None if connection is None or connection.over else connection
 
     def expect_heartbeats(self, worker: Worker) -> None:
-        """Start to expect heartbeats from a worker's processes, which send them from `Ready` on."""
+        """Expect heartbeats of all processes of a worker from now on, as they are ready."""
         for connection in self._connections[worker].values():
             connection.heard = time.monotonic()
 
     def give_up_silent(self) -> None:
         """Kill and give up each worker of which a process missed the heartbeat timeout.
 
-        With it go all other workers of its machine if each of them was silent for `SILENT_SHARE` of
-        the timeout, unless it is the machine of this process.
+        All other workers of its machine are given up, too, if each was silent for `SILENT_SHARE` of
+        the timeout, unless this process runs on that machine.
         """
+        # Time in which this process was not scheduled, so that it could not have read any message,
+        # does not count. One interval does nevertheless; otherwise a silent worker would never be
+        # given up if every check is late.
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > 3 * self.check_interval_seconds:
-            # This process was not scheduled, so that it could not have read any message. One interval counts
-            # nevertheless; otherwise a silent worker would never be given up if every check is late.
             for ranks in self._connections.values():
-                for one in ranks.values():
-                    one.heard += gap - self.check_interval_seconds
-        since = now - SILENT_SHARE * self._timeout
-        silent = {worker: silent_ranks for worker, ranks in self._connections.items()
-                  if (silent_ranks := {rank: one.heard for rank, one in ranks.items() if one.heard < since})}
-        missed = {worker for worker, ranks in silent.items() if min(ranks.values()) < now - self._timeout}
-        for worker in sorted(missed | {other for one in missed for other in self._find_lost_with(one, silent)}):
-            self._processes.kill_worker(worker)  # first, as its other processes may then end by themselves
-            self.give_up_worker(worker, f"worker {worker} stopped answering", min(silent[worker].values()))
+                for connection in ranks.values():
+                    connection.heard += gap - self.check_interval_seconds
+        # Find who has been silent for a while, and since when its most silent process was.
+        silent: dict[Worker, float] = {}
+        for worker, ranks in self._connections.items():
+            heard = min((connection.heard for connection in ranks.values()), default=math.inf)
+            if heard < now - SILENT_SHARE * self._timeout:
+                silent[worker] = heard
+        # Give up those that missed the timeout, and the machines that are lost with them.
+        missed = {worker for worker, heard in silent.items() if heard < now - self._timeout}
+        lost = set(missed)
+        for worker in missed:
+            lost.update(self._find_lost_with(worker, silent))
+        for worker in sorted(lost):
+            # Killed first, as its other processes may then end by themselves.
+            self._processes.kill_worker(worker)
+            self.give_up_worker(worker, f"worker {worker} stopped answering", silent[worker])
 
     def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost although its process may not have ended. It has been silent since
-        `since` (`time.monotonic`, or 0.0 if that is unknown)."""
+        """Count a worker as lost, though its process may still run.
+
+        `since` is the time of `time.monotonic` at which it last sent anything; 0.0: unknown.
+        """
         self._given_up.add(worker)
         self._mark_lost(worker, reason, since)
 
     def give_up_failed(self, worker: Worker, reason: str) -> None:
-        """Count a worker as lost that has reported an error of its own, the `reason`."""
-        self.give_up_worker(worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})")
+        """Count a worker as lost because it has reported an error of its own."""
+        self.give_up_worker(
+            worker, f"worker {worker} failed: {reason} (see {self._log_path_of(worker)})"
+        )
 
     def has_given_up_all(self, workers: Collection[Worker]) -> bool:
-        """Return whether none is connected and some were given up, as with a lost machine."""
-        return any(worker in self._given_up for worker in workers) and not any(worker in self for worker in workers)
+        """Return whether none of `workers` is connected, and some were given up."""
+        if any(worker in self for worker in workers):
+            return False
+        return any(worker in self._given_up for worker in workers)
 
     def handle_disconnect(self, connection: Connection) -> bool:
-        """Handle the end of a connection after its messages; return whether it was current."""
+        """Mark an ended connection, its messages handled, as over; return whether it was in use.
+
+        False if it is not a worker's, or is no longer the one kept for the worker's rank.
+        """
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
             return False
@@ -179,7 +212,7 @@ class WorkerConnections:
         return True
 
     def handle_node_loss(self, node: int) -> None:
-        """Give up the workers of a node whose agent is gone, and they with it."""
+        """Give up all workers of a node whose agent is gone: they end with it."""
         for worker in self._processes.get_node_workers(node):
             if self._is_watched(worker):
                 self.give_up_worker(worker, f"worker {worker} is gone with node {node}")
@@ -187,10 +220,13 @@ class WorkerConnections:
                 self._close_worker(worker)
 
     def handle_process_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a worker's process after its last messages."""
+        """Handle the end of a worker's process, once its last messages have been handled."""
+        # Its last messages may still be on the way, and tell why it ended.
         if ended.worker in self:
             self._ended[ended.worker] = ended
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._put, lambda: self._handle_drained_end(ended))
+            asyncio.get_running_loop().call_later(
+                DRAIN_SECONDS, self._put, lambda: self._handle_drained_end(ended)
+            )
         else:
             self._handle_end(ended)
 
@@ -200,12 +236,19 @@ class WorkerConnections:
             self._close_worker(worker)
 
     def _find_lost_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
-        """Return the other workers of a lost worker's machine if all are silent, too."""
+        """Return the others on a lost worker's machine, if all of them are in `silent`.
+
+        The result is empty, too, if one of them or the lost one is a worker of node 0.
+        """
         # The machine of this process is excepted, because this process would be gone as well.
-        others = [other for other in self._domains.workers_failing_with(worker) if other != worker
-                  and self._is_watched(other)]
+        others = [
+            other
+            for other in self._domains.workers_failing_with(worker)
+            if other != worker and self._is_watched(other)
+        ]
         here = any(other in self._run.facts.shares[0] for other in (worker, *others))
-        return [] if here or not all(other in silent for other in others) else others
+        all_silent = all(other in silent for other in others)
+        return others if all_silent and not here else []
 
     def _close_worker(self, worker: Worker) -> None:
         self._reports.drop_worker(worker)
@@ -213,19 +256,22 @@ class WorkerConnections:
             connection.close()
 
     def _is_watched(self, worker: Worker) -> bool:
-        return any(connection.heard < math.inf for connection in self._connections.get(worker, {}).values())
+        return any(
+            connection.heard < math.inf for connection in self._connections.get(worker, {}).values()
+        )
 
     def _is_current(self, connection: Connection) -> bool:
         worker = connection.peer
-        return isinstance(worker, Worker) and self._connections.get(worker, {}).get(connection.rank) is connection
+        return (
+            isinstance(worker, Worker)
+            and self._connections.get(worker, {}).get(connection.rank) is connection
+        )
 
     def _handle_drained_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a process, unless its last messages arrived before `DRAIN_SECONDS`."""
         if self._ended.get(ended.worker) is ended:
             self._handle_end(self._ended.pop(ended.worker))
 
     def _handle_end(self, ended: WorkerEnded) -> None:
-        """Count a worker as lost after its last message, unless it was given up before."""
         if ended.worker in self._given_up:
             self._given_up.remove(ended.worker)
         else:
@@ -233,8 +279,12 @@ class WorkerConnections:
         self._processes.handle_worker_end(ended)
 
     def _mark_lost(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Close a worker's connections and report it as lost, silent since `since`."""
+        """Close a worker's connections and report it as lost.
+
+        `since` is the time of `time.monotonic` at which it last sent anything; 0.0: unknown.
+        """
         self._close_worker(worker)
+        # No connection is left whose end would lead to the handling of the process's end.
         ended = self._ended.pop(worker, None)
         if ended is not None:
             self._put(lambda: self._handle_end(ended))
@@ -244,7 +294,10 @@ class WorkerConnections:
         if ended.status < 0:
             with suppress(ValueError):  # a signal that has no name
                 return f"worker {ended.worker} was killed by {signal.Signals(-ended.status).name}"
-        return f"worker {ended.worker} ended with exit status {ended.status} (see {self._log_path_of(ended.worker)})"
+        return (
+            f"worker {ended.worker} ended with exit status {ended.status} "
+            f"(see {self._log_path_of(ended.worker)})"
+        )
 
     def _log_path_of(self, worker: Worker) -> Path:
         return self._run.request.out / "logs" / f"worker-{worker}.log"

@@ -13,7 +13,7 @@ first event.
     comparisons           compares checksums of copies, and the samples that workers have read
     checkpoint_rollback   goes back to a checkpoint if a layer has no holder, or if copies differ
     failover              finds the workers of a dead coordinator, and what they and its events know
-    settling              whether moving layers to a better schedule pays; fetches of these layers
+    rebalancing           whether moving layers pays; fetches of layers, also for joins
     slow_detector         detects which workers are slower than peers, by what factor, since when
     slow_workers          plans schedules for given speeds; when to try workers left out again
     commit_log            committed iterations, losses, times and digests; when a checkpoint is due

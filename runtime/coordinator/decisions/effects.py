@@ -2,8 +2,8 @@
 
 Besides the classes below, the following objects are effects:
 
- - an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the
-   losses of a rollback that belong to it; a `Noted` event is also reported to users;
+- an event of the run (`runtime.events`): write it, and store the schedule of an order or drop the
+  losses of a rollback that belong to it; a `Noted` event is also reported to users;
 - a request (`ScheduleRequest`, `slow_workers.SpeedRequest`): find the answer, which arrives as an
   event, because planning takes seconds;
 - a `SpeedEvent`, a `Recovery` or a string: report it to users;
@@ -38,14 +38,14 @@ class GiveUpWorker(msgspec.Struct, frozen=True):
 
 
 class EffectCollector:
-    """Collector of the effects of one event, which happened at `at`, a time of `time.monotonic`."""
+    """Collector of the effects of one event, which happened at time `at` (`time.monotonic`)."""
 
     def __init__(self, at: float) -> None:
         self.at = at
         self.effects: list[Any] = []
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect, which is carried out after the effects that were added before it."""
+        """Add an effect, to be carried out after those that were added before."""
         self.effects.append(effect)
 
     def send(self, workers: Iterable[Worker], message: ToWorker) -> None:
@@ -57,7 +57,7 @@ DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that plans without these workers and at these speeds, called like a `Scheduler`."""
+"""Function that returns the schedule without given workers at given speeds."""
 
 
 class ScheduleRequest(NamedTuple):
@@ -68,21 +68,22 @@ class ScheduleRequest(NamedTuple):
     """Speeds of workers to plan for; None: those of the first schedule."""
     held: HeldLayers | None = None
     """Layers that each worker holds; None: the layers of the stages of its column."""
-    settled: bool = False
+    rebalanced: bool = False
     """True if layers may move between workers to get the best schedule."""
     from_checkpoint: bool = False
     """True if all layers are read from a checkpoint, whatever workers hold."""
 
     @property
     def phase(self) -> Phase:
-        """Name, in events, of the kind of schedule: "settled" or "at once". It is settled if layers
-        may move or come from a checkpoint."""
-        return "settled" if self.settled or self.from_checkpoint else "at once"
+        """Kind of schedule in events: "settled" or "at once".
+
+        It is "settled" if layers may move, or are all read from a checkpoint.
+        """
+        return "settled" if self.rebalanced or self.from_checkpoint else "at once"
 
 
 class PreparedSchedule(NamedTuple):
-    """Schedule with the forms in which orders send it. They are made where the schedule is found,
-    before its event, because they take long to compute."""
+    """Schedule with all that orders send of it, which takes long to compute."""
 
     schedule: Schedule
     text: bytes
@@ -94,22 +95,22 @@ class PreparedSchedule(NamedTuple):
 
 
 def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
-    """Return a schedule with the forms in which orders send it, such as `parts`."""
+    """Encode a schedule, and compute its digest; `parts` has the shares that workers receive."""
     text = encode(schedule)
     return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
 
 
 def compute_schedule_digest(text: bytes) -> str:
-    """Return the digest by which events name a schedule, given as its file's contents."""
+    """Return the digest by which events name a schedule; `text` is its file's contents."""
     return hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
 
 
 class PlannerFailedError(NoScheduleError):
-    """Error of the planner other than that no schedule exists; another attempt may succeed."""
+    """Error raised if the planner itself fails, so that another attempt may succeed."""
 
 
 class ScheduleAnswer(NamedTuple):
-    """Event: the requested schedule, or the error if there is none (NoScheduleError, RunError)."""
+    """Event: the schedule that was requested, or NoScheduleError or RunError if there is none."""
 
     question: ScheduleRequest
     answer: PreparedSchedule | Exception

@@ -10,21 +10,23 @@ V = TypeVar("V")
 
 
 class PersistentMap(Mapping[K, V]):
-    """Immutable mapping in the order of insertion.
+    """Immutable mapping in the order of insertion, to which an entry is added quickly."""
 
-    Adding an entry to the newest version takes constant time; every other change copies the map.
-    All versions share one dict, which only grows. A version consists of the first `_size` entries
-    of it.
-    """
-
+    # All versions share one dict, which only grows. A version has its first `_size` entries.
     __slots__ = ("_entries", "_size")
 
     def __init__(self, entries: Iterable[tuple[K, V]] = ()) -> None:
-        self._entries = {key: (number, value) for number, (key, value) in enumerate(dict(entries).items())}
+        self._entries = {
+            key: (number, value) for number, (key, value) in enumerate(dict(entries).items())
+        }
         self._size = len(self._entries)
 
     def with_entry(self, key: K, value: V) -> Self:
-        """Return a version of the map with an entry added or replaced."""
+        """Return a version with an entry added or replaced.
+
+        Adding to the newest version takes constant time; all else copies the map.
+        """
+        # Another version has gone on, or an entry is replaced: the dict cannot be shared.
         if len(self._entries) != self._size or key in self._entries:
             return type(self)([*self.items(), (key, value)])
         new = type(self).__new__(type(self))
@@ -33,7 +35,7 @@ class PersistentMap(Mapping[K, V]):
         return new
 
     def without_keys(self, *keys: K) -> Self:
-        """Return a version of the map without some keys; keys that are absent are ignored."""
+        """Return a version of the map without some keys; absent keys are ignored."""
         if not any(key in self for key in keys):
             return self
         return type(self)((key, value) for key, value in self.items() if key not in keys)
@@ -52,12 +54,9 @@ class PersistentMap(Mapping[K, V]):
 
 
 class PersistentSeries(Mapping[int, float]):
-    """Immutable mapping of consecutive numbers to floats, which takes 8 bytes an entry.
+    """Immutable mapping of consecutive numbers to floats, which takes 8 bytes an entry."""
 
-    Adding the next entry to the newest version takes constant time; all versions share one array,
-    which only grows.
-    """
-
+    # All versions share one array, which only grows.
     __slots__ = ("_first", "_size", "_values")
 
     def __init__(self, values: Iterable[float] = (), first: int = 0) -> None:
@@ -65,8 +64,7 @@ class PersistentSeries(Mapping[int, float]):
         self._size = len(self._values)
 
     def with_entry(self, key: int, value: float) -> "PersistentSeries":
-        """Return a version with one more entry. The first key may be any number, each other one
-        must be the next."""
+        """Return a version with one more entry, whose key follows the last one."""
         if not self._size:
             return PersistentSeries([value], key)
         assert key == self._first + self._size, "keys are consecutive"
@@ -78,8 +76,10 @@ class PersistentSeries(Mapping[int, float]):
         return new
 
     def before(self, end: int) -> "PersistentSeries":
-        """Return a version without the entries from `end` on."""
-        return PersistentSeries(self._values[:min(self._size, max(0, end - self._first))], self._first)
+        """Return a version without the entries of the keys from `end` on."""
+        return PersistentSeries(
+            self._values[: min(self._size, max(0, end - self._first))], self._first
+        )
 
     def __getitem__(self, key: int) -> float:
         if not self._first <= key < self._first + self._size:

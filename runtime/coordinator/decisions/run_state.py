@@ -1,4 +1,4 @@
-"""Keep the state of a run, on which all decisions depend, and build the next one."""
+"""Keep the state of a run, on which all decisions depend; build the next one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -8,13 +8,25 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.commit_log import CheckpointTimer, CommitLog
-from slipstream.runtime.coordinator.decisions.effects import EffectCollector, PreparedSchedule, ScheduleRequest
+from slipstream.runtime.coordinator.decisions.effects import (
+    EffectCollector,
+    PreparedSchedule,
+    ScheduleRequest,
+)
 from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, Journal, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.rebalancing import (
+    FetchState,
+    MoveCost,
+    RebalancingPolicy,
+)
 from slipstream.runtime.coordinator.decisions.recoveries import EmptyOrders, RecoveryClock
-from slipstream.runtime.coordinator.decisions.settling import FetchState, MoveCost, SettlingPolicy
-from slipstream.runtime.coordinator.decisions.slow_workers import SlowWorkers, SpeedEvent, build_slow_workers
+from slipstream.runtime.coordinator.decisions.slow_workers import (
+    SlowWorkers,
+    SpeedEvent,
+    build_slow_workers,
+)
 from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.protocol.to_coordinator import Finished, HeldState, IterationReport
@@ -27,12 +39,12 @@ from slipstream.schedules.schedule import Grid, Schedule, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What follows from schedule, model, data and machines, for node 0 only."""
+    """Values that follow from schedule, model, data and machines, and only node 0 needs."""
 
     shares: Sequence[Sequence[Worker]] = ()
     """Workers of each node that are started with the run, by the node's number."""
     elements: Sequence[ElementCounts] = ()
-    """Trained elements of each layer of the model, on each rank of a worker."""
+    """Numbers of trained elements of each layer, on each rank of a worker."""
     shared_layers: Sequence[Collection[int]] = ()
     """Groups of layers of the model that share a parameter (`runtime.models.sharing`)."""
     whole_schedules: bool = True
@@ -43,14 +55,14 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRules:
-    """Settings and functions of a run that never change, such as its checkpoint policy."""
+    """Constants of a run on which decisions depend, such as its iterations."""
 
     first: PreparedSchedule
     """Schedule with which the run begins, for the workers that are started with it."""
     iterations: range
     partition: PartitionPlanner
-    """Planner that divides each layer's state among holders, and finds the moves."""
-    settles: MoveCost | None = None
+    """Planner that divides each layer's state among its holders, and plans moves."""
+    move_cost: MoveCost | None = None
     """Cost of moving layers to a better schedule; None if layers stay where they are."""
     mtbf_seconds: float | None = None
     """Mean time between failures in the whole cluster; None: as observed during the run."""
@@ -59,7 +71,7 @@ class RunRules:
     plans_for_speeds: bool = False
     """True if a planner is configured that makes schedules for slow workers."""
     domains: FailureDomains = NO_SHARED_DOMAINS
-    """Failure domains: groups of workers that fail together."""
+    """Groups of workers that fail together, such as those of one machine."""
     facts: RunFacts = RunFacts()
 
     @property
@@ -73,11 +85,11 @@ class WorkerLoss(NamedTuple):
 
     reason: str
     layers: frozenset[int] = frozenset()
-    """Layers that the worker held in addition to those of its column's stages."""
+    """Layers that the worker held; empty if none, or if they are not known."""
 
 
 class ConnectedWorker(msgspec.Struct, frozen=True):
-    """Worker that is connected and ready, perhaps as a member."""
+    """Worker that is connected and ready for an order, whether a member or not."""
 
     addresses: tuple[tuple[str, int], ...]
     """Host and port of each rank of the worker, from which other workers fetch layers."""
@@ -101,13 +113,11 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     stop_before: int | None = None
     """Iteration before which all members stop; None if none is chosen."""
     save_before: int | None = None
-    """Iteration before whose optimizer step all members save a checkpoint; None if none is
-    chosen."""
+    """Iteration before whose step all members save a checkpoint; None if none is chosen."""
     without_microbatches: frozenset[Worker] = frozenset()
-    """Members that hold layers but run no micro-batch, because others run all on these layers."""
+    """Members that hold layers but run no micro-batch."""
     unanswered: tuple[IterationReport, ...] = ()
-    """Reports to acknowledge when the members of `without_microbatches` have reported the same
-    iteration."""
+    """Reports not acknowledged before `without_microbatches` report their iteration, too."""
     restores: bool = False
     """True if the members read layers from a checkpoint in this order."""
 
@@ -120,7 +130,7 @@ class FinishingPhase(msgspec.Struct, frozen=True):
     published: PersistentMap[Worker, None] = PersistentMap()
     """Members that have published what they wrote."""
     outdated: bool = False
-    """True if the order names a member that is lost, or lacks what it is to write."""
+    """True if the order names a member that is lost, or cannot write its part."""
     ordered_at: float = 0.0
     """Time of `time.monotonic` at which the order was given."""
 
@@ -130,17 +140,21 @@ class EndedPhase(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run at one moment: its order, workers, and what is known of them."""
+    """State of a run, on which all decisions depend.
+
+    Before the first order, `prepared` and `members` are those of the order that is to be given.
+    """
 
     prepared: PreparedSchedule
-    """Schedule of the current order. Before the first order, the schedule that the first order will
-    use."""
+    """Schedule of the current order."""
     members: frozenset[Worker]
-    """Live members of the current order. Before the first order, the workers that it waits for."""
-    phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = GatheringPhase()
+    """Live members of the current order."""
+    phase: GatheringPhase | RejoiningPhase | TrainingPhase | FinishingPhase | EndedPhase = (
+        GatheringPhase()
+    )
     order: int = 0
     """Number of the last order. Orders are numbered from 1; 0 means that none has been given."""
-    settled: bool = False
+    rebalanced: bool = False
     """True if layers have moved for the members of the current order."""
     live: PersistentMap[Worker, ConnectedWorker] = PersistentMap()
     """All connected workers: members, those that wait, and those left out as slow."""
@@ -151,51 +165,47 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool = False
     """True if the run is to end at the next iteration boundary, with a checkpoint."""
     vain: int = 0
-    """Orders in a row before the current one in which no member began its first op."""
+    """Orders in a row, before the current one, in which no op began."""
     doubt: str | None = None
-    """Reason why the members' state cannot be trusted and the run must go back. None if it can be
-    trusted."""
+    """Reason why the members' state cannot be trusted and the run must go back."""
     faulty: tuple[Worker, ...] = ()
-    """Members with wrong copies, given up once all have paused and so know about it."""
+    """Members with wrong copies of state, which are given up once all members have paused."""
     fault: str = ""
-    """What the members of `faulty` have done, as the rest of a sentence."""
+    """Rest of a sentence about a worker of `faulty`: what it has done."""
     newcomers: frozenset[Worker] = frozenset()
     """Members of the current order that took no part in the order before."""
     doubted: int = -1
-    """Iteration before which copies differed, none known to be right, at the last return. Or -1."""
+    """Last iteration before which copies differed without a majority; -1: none."""
     trusted_from: int = 0
-    """Last order in which the run went back because copies differed, or 0."""
+    """Last order with which the run went back because of a `doubt`; 0: none."""
     data_end: int | None = None
-    """First iteration for which the data have no samples; None if none is known. The run ends
-    before it."""
+    """First iteration without samples, before which the run ends; None: not known."""
     repeated: int = -1
-    """Last iteration that was run again because its loss was not finite, with copies compared. Or
-    -1."""
+    """Last iteration that was run again because its loss was not finite; -1: none."""
     returned_for: int = -1
-    """Last iteration whose loss, not finite with equal copies, made the run go back, or -1."""
+    """Last iteration because of whose loss the run went back; -1: none."""
     cut_for: OriginalMembers = {}
-    """Ranges that keep their partition although members are lost, with these members."""
+    """Original members of each range of layers that keeps its partition after losses."""
     log: CommitLog
     joins: FetchState = FetchState()
     slow: SlowWorkers
-    settler: SettlingPolicy | None
+    rebalancing: RebalancingPolicy | None
     checkpoints: CheckpointTimer
     recovery: RecoveryClock = RecoveryClock()
     lost: PersistentMap[Worker, WorkerLoss] = PersistentMap()
     """Workers that are lost and have not come back, each with the reason."""
     asked: PersistentMap[Worker, float] = PersistentMap()
-    """Time of `time.monotonic` at which each worker was asked for its checkpoints."""
+    """Time of `time.monotonic` at which each worker was asked which checkpoints it can read."""
     readable: PersistentMap[Worker, tuple[int, ...]] = PersistentMap()
     """Iterations of the checkpoints that each asked worker can read."""
     answers: Mapping[ScheduleRequest, PreparedSchedule | Exception] = {}
     """Answers to the schedule requests made since the current order was given."""
     empty: EmptyOrders = EmptyOrders()
-    """Consecutive orders in which nothing was committed, and the workers that are at fault."""
+    """Empty orders in a row, and the workers that may be at fault."""
 
     @property
     def current(self) -> Schedule:
-        """Schedule of the current order. Before the first order, the schedule that the first order
-        will use."""
+        """Schedule of the current order."""
         return self.prepared.schedule
 
     @property
@@ -208,11 +218,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         """Connected workers that wait for an order to take part in."""
         if len(self.live) == len(self.members) + len(self.slow.left_out):
             return set()
-        return {worker for worker in self.live if worker not in self.members and worker not in self.slow.left_out}
+        return {
+            worker
+            for worker in self.live
+            if worker not in self.members and worker not in self.slow.left_out
+        }
 
     @property
     def available_workers(self) -> Set[Worker]:
-        """Connected workers that take part or could, without those left out as slow."""
+        """Connected workers, except those that are left out as slow."""
         return {worker for worker in self.live if worker not in self.slow.left_out}
 
     @property
@@ -231,35 +245,59 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return {worker: layers_in(kept.layers) for worker, kept in self.paused.items()}
 
     def find_source_addresses(self, moves: Iterable[LayerMove]) -> Addresses:
-        """Return the sources of these moves, sorted, each with its ranks' addresses."""
-        return tuple((source, self.live[source].addresses) for source in sorted({move.source for move in moves}))
+        """Return the workers that send in these moves, sorted, each with its ranks' addresses."""
+        sources = sorted({move.source for move in moves})
+        return tuple((source, self.live[source].addresses) for source in sources)
 
     def find_held_layers(self, placement: Placement) -> Mapping[Worker, frozenset[int]]:
         """Return the layers that each member holds under the current schedule."""
-        return {worker: layers for worker, layers in placement.held_layers_by_worker(self.current).items()
-                if worker in self.members}
+        return {
+            worker: layers
+            for worker, layers in placement.held_layers_by_worker(self.current).items()
+            if worker in self.members
+        }
 
 
-def build_initial_state(rules: RunRules, log: CommitLog, at: float, rejoining: RejoiningPhase | None = None,
-                        journal: Journal = EMPTY_JOURNAL) -> RunState:
-    """Return the state of a run that begins at `at` (`time.monotonic`). With `rejoining`, this
-    coordinator first looks for the workers of one that died, whose events `journal` summarizes."""
+def build_initial_state(
+    rules: RunRules,
+    log: CommitLog,
+    at: float,
+    rejoining: RejoiningPhase | None = None,
+    journal: Journal = EMPTY_JOURNAL,
+) -> RunState:
+    """Return the state with which a coordinator begins; `at` is the time of `time.monotonic`.
+
+    After a failover, `rejoining` is the phase that looks for workers, and `journal` sums up what
+    happened under earlier coordinators.
+    """
+    # What was observed before node 0 died counts on: checkpoints, failures and speeds.
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
     if last is not None:  # else no checkpoint is ever due if node 0 dies often
         timer = timer.with_checkpoint(last.checkpoint, last.took, last.time)
+    rebalancing = None
+    if rules.move_cost is not None:
+        rebalancing = RebalancingPolicy(
+            cost=rules.move_cost,
+            mtbf=rules.mtbf_seconds,
+            failures=journal.failures,
+            began=at if journal.began is None else journal.began,
+        )
+    # After a failover nobody is a member before it is found.
     return RunState(
-        prepared=rules.first, members=frozenset(() if rejoining is not None else rules.first.schedule.seat_of),
-        phase=rejoining or GatheringPhase(), log=log,
-        slow=build_slow_workers(rules.first.schedule, plans=rules.plans_for_speeds, known=journal.speeds),
-        settler=None if rules.settles is None else SettlingPolicy(
-            cost=rules.settles, mtbf=rules.mtbf_seconds, failures=journal.failures,
-            began=at if journal.began is None else journal.began),
-        checkpoints=timer)
+        prepared=rules.first,
+        members=frozenset(() if rejoining is not None else rules.first.schedule.seat_of),
+        phase=rejoining or GatheringPhase(),
+        log=log,
+        slow=build_slow_workers(
+            rules.first.schedule, plans=rules.plans_for_speeds, measured=journal.speeds
+        ),
+        rebalancing=rebalancing,
+        checkpoints=timer,
+    )
 
 
 class TransitionBuilder(EffectCollector):
-    """Builder of the run's next state, and collector of effects, for one event. Functions get it as
-    `step`, and read and replace the state in it."""
+    """Builder of the next state, and of effects, for one event; called `step` elsewhere."""
 
     def __init__(self, rules: RunRules, state: RunState, at: float) -> None:
         super().__init__(at)
@@ -271,36 +309,54 @@ class TransitionBuilder(EffectCollector):
         self.state = replace(self.state, **fields)
 
     def add_effect(self, effect: object) -> None:
-        """Add an effect; count a change of speed in the policy on moving layers."""
-        settler = self.state.settler
-        if settler is not None and isinstance(effect, SpeedEvent) and effect.changes:
-            self.update_state(settler=replace(settler, changes=settler.changes + 1))
+        """Add an effect; if it reports changes of speed, count it in the rebalancing policy."""
+        # Like a failure, a change of speed puts the layout chosen before out of date.
+        rebalancing = self.state.rebalancing
+        if rebalancing is not None and isinstance(effect, SpeedEvent) and effect.changes:
+            self.update_state(rebalancing=replace(rebalancing, changes=rebalancing.changes + 1))
         super().add_effect(effect)
 
     def remove_workers(self, workers: Iterable[Worker]) -> None:
         """Remove workers that are lost or leave from all parts of the state."""
+        # Whom the order and the next decisions count on.
         state, gone = self.state, frozenset(workers)
         empty = state.empty.without_workers(gone)
-        if empty.number < state.empty.number:  # a lost worker explains the orders in vain: nobody waits any longer
+        # A lost worker explains the orders in vain: nobody waits any longer.
+        if empty.number < state.empty.number:
             self.update_state(vain=0)
-        self.update_state(live=state.live.without_keys(*gone), members=state.members - gone,
-                          paused=state.paused.without_keys(*gone),
-                          leaving=state.leaving - gone, asked=state.asked.without_keys(*gone),
-                          readable=state.readable.without_keys(*gone), empty=empty)
+        self.update_state(
+            live=state.live.without_keys(*gone),
+            members=state.members - gone,
+            paused=state.paused.without_keys(*gone),
+            leaving=state.leaving - gone,
+            asked=state.asked.without_keys(*gone),
+            readable=state.readable.without_keys(*gone),
+            empty=empty,
+        )
+        # What the phase has collected from them.
         if isinstance(state.phase, FinishingPhase):
-            self.update_state(phase=replace(state.phase, finished=state.phase.finished.without_keys(*gone),
-                                            published=state.phase.published.without_keys(*gone)))
+            self.update_state(
+                phase=replace(
+                    state.phase,
+                    finished=state.phase.finished.without_keys(*gone),
+                    published=state.phase.published.without_keys(*gone),
+                )
+            )
         if isinstance(state.phase, RejoiningPhase):
             self.update_state(phase=state.phase.without_workers(gone))
+        # Changes that are being prepared.
         self.update_state(joins=state.joins.without_workers(gone, self.state.live, self))
         for worker in gone:
             self.update_state(slow=self.state.slow.without_worker(worker))
 
     def find_lost_layers(self, workers: Collection[Worker]) -> list[int]:
-        """Return the layers that these paused workers, taken together, do not hold completely."""
-        return self.rules.partition.find_lost_layers({one: kept for one, kept in self.state.paused.items()
-                                                      if one in workers})
+        """Return the layers that these paused workers together do not hold completely."""
+        return self.rules.partition.find_lost_layers(
+            {worker: kept for worker, kept in self.state.paused.items() if worker in workers}
+        )
 
     def plan_fetches(self, schedule: Schedule) -> tuple[LayerMove, ...]:
         """Return the moves for `schedule` that can be made while all train."""
-        return self.rules.partition.plan_fetches(schedule, self.state.current, self.state.members, self.state.cut_for)
+        return self.rules.partition.plan_fetches(
+            schedule, self.state.current, self.state.members, self.state.cut_for
+        )

@@ -4,8 +4,7 @@ The event loop calls `apply_event` with each event in turn; the result depends o
 the event and its time. An order to train ends when a member is lost or reports an error, or before
 an iteration that was chosen for all members to stop at. When all remaining members have paused and
 a schedule for them is available, the next order is given (`next_order`). It begins at the first
-iteration that is not committed. An event that arrives while a schedule is being planned only
-changes which workers are waited for.
+iteration that is not committed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +13,21 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions import next_order, orders
-from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommitLogError, CommittedIteration
-from slipstream.runtime.coordinator.decisions.comparisons import CopyDifference, SampleDifference, find_difference
+from slipstream.runtime.coordinator.decisions.commit_log import (
+    CommitLog,
+    CommitLogError,
+    CommittedIteration,
+)
+from slipstream.runtime.coordinator.decisions.comparisons import (
+    CopyDifference,
+    SampleDifference,
+    find_difference,
+)
 from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 from slipstream.runtime.coordinator.decisions.orders import record_losses, record_node_losses
 from slipstream.runtime.coordinator.decisions.persistent_map import PersistentMap
+from slipstream.runtime.coordinator.decisions.rebalancing import MAX_FETCH_FAILURES
 from slipstream.runtime.coordinator.decisions.recoveries import NO_EMPTY_ORDERS
 from slipstream.runtime.coordinator.decisions.run_state import (
     ConnectedWorker,
@@ -31,7 +39,6 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     TransitionBuilder,
     WorkerLoss,
 )
-from slipstream.runtime.coordinator.decisions.settling import MAX_FETCH_FAILURES
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedAnswer
 from slipstream.runtime.errors import OtherRunError, RunError
 from slipstream.runtime.events import CoordinatorRestarted, Noted, Resumed
@@ -55,11 +62,11 @@ from slipstream.runtime.run_identity import describe_difference
 from slipstream.schedules.schedule import Worker
 
 MAX_EMPTY_ORDERS = 2
-"""Orders in a row that may end before any op or commit. Several workers may die together, or not
-reach each other. Each further such order is followed by a pause."""
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
-"""First and longest pause after too many empty orders. Each is twice the one before, as refused
-connections may have left threads behind."""
+"""Orders in a row that may end without any op or commit before pauses begin."""
+FIRST_RETRY_SECONDS = 0.5
+"""First pause after too many empty orders; each further one is twice as long."""
+MAX_RETRY_SECONDS = 30.0
+"""Longest pause after too many empty orders."""
 
 
 class WorkerLost(NamedTuple):
@@ -72,8 +79,7 @@ class WorkerLost(NamedTuple):
 
 
 class ReportsReceived(NamedTuple):
-    """Event: a node agent has forwarded several reports of workers that have stepped an
-    iteration."""
+    """Event: a node agent has forwarded reports of workers that have stepped an iteration."""
 
     reports: tuple[IterationReport, ...]
 
@@ -89,7 +95,7 @@ class StopRequested(NamedTuple):
 
 
 class AbortIteration(NamedTuple):
-    """Event: a run that was told to end has used its time, and stops at once."""
+    """Event: a run that was told to end stops now, within an iteration."""
 
 
 class StallFound(NamedTuple):
@@ -105,16 +111,29 @@ class TimePassed(NamedTuple):
 
 _MINOR_EVENTS = IterationReport, ReportsReceived, StepValidated, TrainingStarted, CheckpointSaved
 """Events after which nothing has to be decided unless they commit an iteration."""
-TransitionEvent = ToCoordinator | ReportsReceived | ScheduleAnswer | SpeedAnswer | WorkerLost \
-    | WorkerDisconnected | StopRequested | AbortIteration | StallFound | TimePassed
+TransitionEvent = (
+    ToCoordinator
+    | ReportsReceived
+    | ScheduleAnswer
+    | SpeedAnswer
+    | WorkerLost
+    | WorkerDisconnected
+    | StopRequested
+    | AbortIteration
+    | StallFound
+    | TimePassed
+)
 
 
-def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: float) -> tuple[RunState, list[Any]]:
+def apply_event(
+    rules: RunRules, state: RunState, event: TransitionEvent, at: float
+) -> tuple[RunState, list[Any]]:
     """Return the state after an event at time `at` (`time.monotonic`), and its effects in order.
 
-    Raises RunError if the run cannot continue, CommitLogError if workers disagree, OtherRunError if
-    a worker that is found is of another run, and NoLiveWorkerError if no worker of a dead
-    coordinator can be found.
+    Raises RunError if the run cannot continue, CommitLogError if workers' inputs or results
+    differ, or a loss is never finite, and PlannerFailedError if the planner itself failed. After
+    a failover, raises OtherRunError if a worker that is found is of another run, and
+    NoLiveWorkerError if none can be found.
     """
     step = TransitionBuilder(rules, state, at)
     _handle_event(step, event)
@@ -124,21 +143,28 @@ def apply_event(rules: RunRules, state: RunState, event: TransitionEvent, at: fl
 
 
 def find_awaited_workers(state: RunState) -> list[Worker]:
-    """Return the workers that the first order, or a new coordinator, still waits for."""
+    """Return the workers for which the first order, or a new coordinator, still waits."""
     if isinstance(state.phase, RejoiningPhase):
         return sorted(state.phase.missing_members)
-    return sorted(state.members.difference(state.live)) if isinstance(state.phase, GatheringPhase) else []
+    if isinstance(state.phase, GatheringPhase):
+        return sorted(state.members.difference(state.live))
+    return []
 
 
 def find_needed_layers(rules: RunRules, state: RunState) -> Mapping[Worker, frozenset[int]]:
-    """Return the layers that each member needs to train or finish; otherwise none."""
-    return state.find_held_layers(rules.placement) if isinstance(state.phase, TrainingPhase | FinishingPhase) else {}
+    """Return the layers that each member needs to train or finish; empty in other phases."""
+    return (
+        state.find_held_layers(rules.placement)
+        if isinstance(state.phase, TrainingPhase | FinishingPhase)
+        else {}
+    )
 
 
 def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) -> bool:
-    """Return whether an event leaves nothing to decide, as most in a large run."""
+    """Return whether an event, from state `before` to `state`, leaves nothing to decide."""
     if isinstance(event, Paused):
-        return not state.is_planning and not isinstance(state.phase, FinishingPhase)  # other members still run
+        # Other members still run.
+        return not state.is_planning and not isinstance(state.phase, FinishingPhase)
     if isinstance(event, Ready):
         return isinstance(state.phase, RejoiningPhase)
     if not isinstance(event, _MINOR_EVENTS):
@@ -147,28 +173,38 @@ def _has_no_decision(before: RunState, state: RunState, event: TransitionEvent) 
 
 
 def _decide_next(step: TransitionBuilder) -> None:
-    """Take the decisions that the new state makes possible. Raises RunError."""
     state = step.state
     match state.phase:
+        # The first order is given when all workers are ready.
         case GatheringPhase():
-            if len(state.live) >= len(state.members) and all(worker in state.live for worker in state.members):
+            if len(state.live) >= len(state.members) and all(
+                worker in state.live for worker in state.members
+            ):
                 next_order.issue_next_order(step)
         case TrainingPhase() if state.all_paused:
-            if next_order.give_up_unreachable(step) or step.at < _compute_retry_time(step.state, state.phase):
+            # Between two orders: after orders in vain with a pause.
+            if next_order.give_up_unreachable(step) or step.at < _compute_retry_time(
+                step.state, state.phase
+            ):
                 return
+            # Unless only the speeds have changed, users see a recovery.
             if state.slow.decision is None or state.joins.is_complete:
                 step.update_state(recovery=state.recovery.with_begin(step.at))
             next_order.issue_next_order(step)
+        # While members train, prepare what comes next without disturbing them.
         case TrainingPhase():
             next_order.prepare_changes(step, state.phase)
+        # A save that failed is ordered again, after a pause.
         case FinishingPhase(outdated=True):
-            if not next_order.give_up_unreachable(step) and step.at >= _compute_finish_time(step.state, state.phase):
+            if not next_order.give_up_unreachable(step) and step.at >= _compute_finish_time(
+                step.state, state.phase
+            ):
                 next_order.issue_next_order(step)
 
 
 def _compute_retry_time(state: RunState, phase: TrainingPhase) -> float:
     """Return the time of `time.monotonic` before which no next order is given."""
-    # It is later after orders in vain: a network may be down for a minute.
+    # After orders in vain the time is later: a network may be down for a minute.
     orders_in_vain = 0 if phase.started else state.vain
     return state.recovery.ordered_at + _compute_pause(max(orders_in_vain, state.empty.number - 1))
 
@@ -178,6 +214,7 @@ def _compute_finish_time(state: RunState, phase: FinishingPhase) -> float:
 
 
 def _compute_pause(orders_in_vain: int) -> float:
+    # Each pause is twice as long as the one before, up to a limit.
     tries = orders_in_vain - MAX_EMPTY_ORDERS
     return min(FIRST_RETRY_SECONDS * 2**tries, MAX_RETRY_SECONDS) if tries >= 0 else 0.0
 
@@ -185,6 +222,7 @@ def _compute_pause(orders_in_vain: int) -> float:
 def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
     state = step.state
     match event:
+        # Progress of members.
         case IterationReport():
             _handle_reports(step, (event,))
         case ReportsReceived():
@@ -197,6 +235,7 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
             _handle_paused(step, event)
         case Ready():
             _handle_ready(step, event)
+        # Layers that move, files, and answers to requests.
         case FetchUpToDate():
             step.update_state(joins=state.joins.with_target_ready(event.worker, event.fetch, step))
         case FetchFailed():
@@ -205,19 +244,23 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
             _handle_finished(step, event)
         case Published():
             _handle_published(step, event)
-        case CheckpointSaved() if event.iteration < step.rules.iterations.stop:  # the final save holds up no training
-            step.update_state(checkpoints=state.checkpoints.with_saved(event.iteration, event.seconds))
+        case CheckpointSaved() if event.iteration < step.rules.iterations.stop:
+            # The final save is not counted: it holds up no training.
+            step.update_state(
+                checkpoints=state.checkpoints.with_saved(event.iteration, event.seconds)
+            )
         case ReadableCheckpoints() if event.worker in state.asked:
             step.update_state(readable=state.readable.with_entry(event.worker, event.iterations))
         case ScheduleAnswer():
             step.update_state(answers={**state.answers, event.question: event.answer})
         case SpeedAnswer():
             step.update_state(slow=state.slow.with_answer(event, state.log.next_iteration, step))
+        # Losses, signals and timeouts.
         case WorkerLost():
             _handle_loss(step, event)
         case WorkerDisconnected():
-            # Give no order before this worker is lost, so that workers that die together are lost in one recovery,
-            # even if some of them have already paused.
+            # Give no order before this worker is lost, so that workers that die together are lost
+            # in one recovery, even if some of them have already paused.
             step.update_state(paused=state.paused.without_keys(event.worker))
         case Leaving():
             _handle_leaving(step, event.worker)
@@ -228,58 +271,79 @@ def _handle_event(step: TransitionBuilder, event: TransitionEvent) -> None:
         case AbortIteration() if state.stopping:
             orders.send_end_order(step)
         case StallFound() if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
-            step.update_state(empty=state.empty.with_report(event.workers, event.reason, stalled=True),
-                              recovery=state.recovery.with_cause(event.reason, step.at))
+            step.update_state(
+                empty=state.empty.with_report(event.workers, event.reason, stalled=True),
+                recovery=state.recovery.with_cause(event.reason, step.at),
+            )
             orders.send_end_order(step)
-        case TimePassed() if isinstance(state.phase, RejoiningPhase) and state.phase.is_complete(step.at):
+        case TimePassed() if isinstance(state.phase, RejoiningPhase) and state.phase.is_complete(
+            step.at
+        ):
             _adopt_found_workers(step, state.phase)
 
 
 def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
-    """Add a worker that waits for an order, or refuse one that trains something else."""
+    # A worker with other code or data would compute other results.
     state, worker = step.state, report.worker
     difference = describe_difference(report.identity, step.rules.facts.identity, "there")
     if difference is not None:
         _refuse_worker(step, report, difference)
         return
-    step.update_state(live=state.live.with_entry(worker, ConnectedWorker(report.addresses)),
-                      lost=state.lost.without_keys(worker))
+    step.update_state(
+        live=state.live.with_entry(worker, ConnectedWorker(report.addresses)),
+        lost=state.lost.without_keys(worker),
+    )
     if isinstance(state.phase, RejoiningPhase):
         step.update_state(phase=state.phase.with_worker(worker, report.known, step.at))
 
 
 def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
-    """Make a worker leave that would train something else than the run."""
-    # Raises CommitLogError before the first order, and OtherRunError if the worker has trained
-    # under a coordinator before this one: then this coordinator is the one that is wrong.
+    """Send away a worker that trains something else, as `difference` says.
+
+    Ends the run instead by CommitLogError before the first order; and by OtherRunError if this
+    coordinator rejoins a run and the worker has trained, so that this node 0 is the wrong one.
+    """
+    # If the worker has trained under an earlier coordinator, this coordinator is the wrong one.
     phase, worker = step.state.phase, report.worker
     has_trained = report.known is not None and report.known.order > 0
     if isinstance(phase, RejoiningPhase) and has_trained:
-        raise OtherRunError(f"worker {worker} is of a run that this job does not continue: {difference}")
+        raise OtherRunError(
+            f"worker {worker} is of a run that this job does not continue: {difference}"
+        )
+    # Before the first order nothing is lost if the run ends.
     if isinstance(phase, GatheringPhase):
-        raise CommitLogError(f"worker {worker} would not train what node 0 does: {difference}; start every node with "
-                             "the same job file, code and data")
-    step.add_effect(Noted(text=f"worker {worker} is refused, and the run continues without it: {difference}"))
+        raise CommitLogError(
+            f"worker {worker} would not train what node 0 does: {difference}; start every node "
+            "with the same job file, code and data"
+        )
+    step.add_effect(
+        Noted(text=f"worker {worker} is refused, and the run continues without it: {difference}")
+    )
     step.send((worker,), Leave())
 
 
 def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport]) -> None:
     """Handle reports of members that have stepped an iteration, and acknowledge them."""
-    # An acknowledgement lets a member continue, or tells it where to stop. A member that runs no
-    # micro-batch sends nothing that others wait for. The others are therefore acknowledged only
-    # after its report, so that no member is more than one step ahead of the last commit.
-    compared = step.state.log.difference
+    earlier_difference = step.state.log.difference
     _commit_iterations(step, *step.state.log.with_reports(*reports))
+    # Is something wrong with what they report?
     if (difference := step.state.log.difference) is not None:
-        if compared is None:
+        if earlier_difference is None:
             _handle_difference(step, difference)
-        return  # no member steps the next iteration without an acknowledgement: this one can be undone
+        # No member steps the next iteration without an acknowledgement: this one can be undone.
+        return
     if (iteration := step.state.log.nonfinite) is not None:
         _handle_nonfinite(step, iteration)
         return
+    # Reports of orders that have ended are acknowledged at once: nothing follows from them.
     state, phase = step.state, step.state.phase
-    current_reports = [report for report in reports if isinstance(phase, TrainingPhase) and report.order == state.order
-                       and report.worker in state.members]
+    current_reports = [
+        report
+        for report in reports
+        if isinstance(phase, TrainingPhase)
+        and report.order == state.order
+        and report.worker in state.members
+    ]
     if len(current_reports) < len(reports):
         for report in reports:
             if report not in current_reports:
@@ -287,6 +351,8 @@ def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport])
     if not current_reports:
         return
     assert isinstance(phase, TrainingPhase)
+    # A member that runs no micro-batch sends nothing that others wait for. The others are
+    # acknowledged only after its report: no member is over one step ahead of the last commit.
     answered: Sequence[IterationReport] = current_reports
     if phase.without_microbatches:
         answered, unanswered = [], list(phase.unanswered)
@@ -295,62 +361,94 @@ def _handle_reports(step: TransitionBuilder, reports: Sequence[IterationReport])
             if state.log.has_reports_from(phase.without_microbatches, report.iteration):
                 answered, unanswered = [*answered, *unanswered], []
         step.update_state(phase=replace(phase, unanswered=tuple(unanswered)))
+    # An acknowledgement lets a member continue, or tells it where to stop or to save.
     by_iteration: dict[int, list[Worker]] = {}
     for report in answered:
         by_iteration.setdefault(report.iteration, []).append(report.worker)
     for iteration, workers in by_iteration.items():
-        step.send(workers, Acknowledged(
-            state.order, iteration, stop=iteration + 1 == phase.stop_before, save=iteration + 1 == phase.save_before,
-            committed=state.log.last_committed))
+        step.send(
+            workers,
+            Acknowledged(
+                state.order,
+                iteration,
+                stop=iteration + 1 == phase.stop_before,
+                save=iteration + 1 == phase.save_before,
+                committed=state.log.last_committed,
+            ),
+        )
 
 
-def _commit_iterations(step: TransitionBuilder, log: CommitLog, committed: Iterable[CommittedIteration]) -> None:
+def _commit_iterations(
+    step: TransitionBuilder, log: CommitLog, committed: Iterable[CommittedIteration]
+) -> None:
+    # A commit ends all doubts about the order: its members reach each other.
     step.update_state(log=log)
     for iteration in committed:
         step.add_effect(iteration)
         state = step.state
-        step.update_state(recovery=state.recovery.with_commit(step.at), slow=state.slow.with_iteration(iteration),
-                          empty=NO_EMPTY_ORDERS)
+        step.update_state(
+            recovery=state.recovery.with_commit(step.at),
+            slow=state.slow.with_iteration(iteration),
+            empty=NO_EMPTY_ORDERS,
+        )
 
 
-def _handle_difference(step: TransitionBuilder, difference: CopyDifference | SampleDifference) -> None:
-    """Give up wrong workers, and go back if what is wrong may have spread."""
-    # Raises RunError if no sample is known to be wrong, or if no copy is and the run has already
-    # gone back for a difference at this iteration or a later one.
+def _handle_difference(
+    step: TransitionBuilder, difference: CopyDifference | SampleDifference
+) -> None:
+    # If it is not known who has wrong samples, no worker can be given up: the run ends.
     if isinstance(difference, SampleDifference):
         difference = difference.with_suspects(step.state.newcomers)
         if not difference.wrong:
-            raise RunError(f"{difference}; expected the same on every worker: data may depend on nothing but the name "
-                           "of the sample, and costs on nothing but the iteration")
+            raise RunError(
+                f"{difference}; expected the same on every worker: data may depend on nothing but "
+                "the name of the sample, and costs on nothing but the iteration"
+            )
+    # Copies that differ again after a return were not flipped by chance.
     why = str(difference)
     if not difference.wrong and difference.iteration <= step.state.doubted:
-        raise RunError(f"{why}, as before the run went back: their hardware or libraries compute different results")
+        raise RunError(
+            f"{why}, as before the run went back: their hardware or libraries compute different "
+            "results"
+        )
+    # Who is wrong leaves; the run goes back only if what is wrong may have spread.
     step.add_effect(Noted(text=why))
-    step.update_state(recovery=step.state.recovery.with_cause(why, step.at), faulty=difference.wrong,
-                      fault=difference.fault)
+    step.update_state(
+        recovery=step.state.recovery.with_cause(why, step.at),
+        faulty=difference.wrong,
+        fault=difference.fault,
+    )
     if difference.spread:
-        step.update_state(doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration)
+        step.update_state(
+            doubt=why, doubted=step.state.doubted if difference.wrong else difference.iteration
+        )
     orders.send_end_order(step, doubted=difference.spread)
 
 
 def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
-    """Handle a loss that is not finite, for a flipped bit or the learning rate."""
-    # The iteration is first run again: its order compares copies, and what follows from a
-    # difference is decided as always. If they are equal, all may have stepped with a wrong
-    # gradient, and the run goes back to a checkpoint. Raises CommitLogError if the loss is not
-    # finite after that, either, with equal copies.
+    """Run an iteration again whose loss is not finite, or go back to a checkpoint.
+
+    The run goes back if the loss is not finite again, although all copies of the state are equal.
+    Raises CommitLogError if it is still not finite after that.
+    """
     state, what = step.state, f"the loss of iteration {iteration} is not finite"
     if not isinstance(state.phase, TrainingPhase) or state.phase.ended:
         return
+    # The iteration is first run again: its order compares copies, and what follows from a
+    # difference is decided as always.
     if iteration != state.repeated:
         why = f"{what}: the iteration is run again, and copies of the state are compared"
         step.update_state(repeated=iteration)
     elif not state.log.has_all_reports(iteration):
         return  # the copies have not been compared yet
+    # After a return to a checkpoint, no flipped bit can be the reason.
     elif iteration <= state.returned_for:
-        raise CommitLogError(f"{what}: it was not before the run went back, either, and all copies are equal; try a "
-                             "smaller training.learning_rate")
+        raise CommitLogError(
+            f"{what}: it was not before the run went back, either, and all copies are equal; try a "
+            "smaller training.learning_rate"
+        )
     else:
+        # All may have stepped with a wrong gradient before: the run goes back to a checkpoint.
         why = f"{what} again, and all copies are equal"
         step.update_state(repeated=-1, returned_for=iteration, doubt=why)
     step.add_effect(Noted(text=why))
@@ -361,13 +459,20 @@ def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
 def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
     """Handle a member that begins its first op; a recovery ends when all have begun."""
     state = step.state
-    if not isinstance(state.phase, TrainingPhase) or report.order != state.order or state.phase.ended:
+    if (
+        not isinstance(state.phase, TrainingPhase)
+        or report.order != state.order
+        or state.phase.ended
+    ):
         return  # a late report of an order that another recovery has ended
     started = state.phase.started.with_entry(report.worker, None)
     step.update_state(phase=replace(state.phase, started=started))
+    # The last one ends the recovery, if there was one.
     if len(started) < len(state.members):
         return
-    step.update_state(recovery=state.recovery.with_end(state.log.next_iteration, len(state.members), step.at))
+    step.update_state(
+        recovery=state.recovery.with_end(state.log.next_iteration, len(state.members), step.at)
+    )
     if len(step.state.recovery.recoveries) > len(state.recovery.recoveries):
         recovery = step.state.recovery.recoveries[-1]
         step.add_effect(Resumed(pause=round(recovery.seconds, 3), live=recovery.live))
@@ -376,25 +481,35 @@ def _handle_started(step: TransitionBuilder, report: TrainingStarted) -> None:
 
 def _handle_paused(step: TransitionBuilder, report: Paused) -> None:
     """Handle a member that has stopped; after an error, all are told to stop."""
+    # A factor that only this member has received may complete a commit.
     if report.validated is not None:
         _commit_iterations(step, *step.state.log.with_factor(report.order, report.validated))
     state, worker = step.state, report.worker
     if report.order != state.order or worker not in state.members:
         return
+    # An error while files are written, perhaps after the member had paused.
     if isinstance(state.phase, FinishingPhase) and report.reason is not None:
-        step.update_state(phase=replace(state.phase, outdated=True),
-                          empty=state.empty.with_report(report.named or (worker,), f"worker {worker}: {report.reason}"))
+        step.update_state(
+            phase=replace(state.phase, outdated=True),
+            empty=state.empty.with_report(
+                report.named or (worker,), f"worker {worker}: {report.reason}"
+            ),
+        )
     if worker in state.paused:
         return
     step.update_state(paused=state.paused.with_entry(worker, report.kept))
+    # The first error is the cause; later ones may only follow from it.
     if report.reason is not None:
         if isinstance(state.phase, TrainingPhase) and not state.phase.ended:
             step.update_state(recovery=state.recovery.with_cause(_describe_cause(report), step.at))
         if report.data_end is not None:
             _handle_data_end(step, report.data_end, report.reason)
         elif report.named or (isinstance(state.phase, TrainingPhase) and not state.phase.ended):
-            step.update_state(empty=state.empty.with_report(report.named or (worker,),
-                                                            f"worker {worker}: {report.reason}"))
+            step.update_state(
+                empty=state.empty.with_report(
+                    report.named or (worker,), f"worker {worker}: {report.reason}"
+                )
+            )
         orders.send_end_order(step)
 
 
@@ -405,47 +520,71 @@ def _describe_cause(report: Paused) -> str:
 
 
 def _handle_data_end(step: TransitionBuilder, iteration: int, reason: str) -> None:
-    """End the run before an iteration for which the data have no samples."""
-    # A member may find that before the iteration before is committed, which is then run first.
-    known = step.state.data_end
-    if known is None or iteration < known:
+    # A member may find the end before the preceding iteration is committed, which is run first.
+    earlier = step.state.data_end
+    if earlier is None or iteration < earlier:
         step.update_state(data_end=iteration)
         step.add_effect(Noted(text=f"{reason}: the run ends before it"))
 
 
 def _handle_fetch_failed(step: TransitionBuilder, report: FetchFailed) -> None:
-    """Handle a worker that cannot get the layers of a fetch."""
-    # One that wants to join and never reaches a sender is given up, since members would wait for
-    # its layers in vain.
+    # A worker that wants to join and never reaches a sender is given up, since members would wait
+    # for its layers in vain.
     state, worker = step.state, report.worker
     step.update_state(joins=state.joins.with_failure(report, state.live, step))
+    # Only a joining worker that could not reach a sender is at fault itself.
     failures = step.state.joins.failures
-    if failures > state.joins.failures and failures >= MAX_FETCH_FAILURES and report.unreachable \
-            and worker not in state.members:
+    if (
+        failures > state.joins.failures
+        and failures >= MAX_FETCH_FAILURES
+        and report.unreachable
+        and worker not in state.members
+    ):
         step.update_state(joins=replace(step.state.joins, failures=0))
-        step.add_effect(GiveUpWorker(worker, f"worker {worker} could not get its layers {failures} times in a row, "
-                                             f"{report.reason}"))
+        step.add_effect(
+            GiveUpWorker(
+                worker,
+                f"worker {worker} could not get its layers {failures} times in a row, "
+                f"{report.reason}",
+            )
+        )
 
 
 def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
     """Handle a member that has written drafts; after the last, all may publish theirs."""
-    # If their state differs, CommitLogError is raised, and nothing is published.
     state = step.state
-    if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
+    if (
+        not isinstance(state.phase, FinishingPhase)
+        or report.order != state.order
+        or report.worker not in state.members
+    ):
         return
+    # The digests of a parameter must agree, whoever holds it.
     finished = state.phase.finished.with_entry(report.worker, report)
-    step.update_state(log=state.log.with_finished(report), phase=replace(state.phase, finished=finished))
+    step.update_state(
+        log=state.log.with_finished(report), phase=replace(state.phase, finished=finished)
+    )
+    # A checkpoint of copies that differ would be worse than none.
     if len(finished) == len(state.members):
-        difference = find_difference(state.log.next_iteration, (entry for _, entry in finished.items()))
+        difference = find_difference(
+            state.log.next_iteration, (entry for _, entry in finished.items())
+        )
         if difference is not None:
             raise CommitLogError(f"{difference}; the state is not saved")
         step.send(sorted(state.members), Publish(state.order))
 
 
 def _handle_published(step: TransitionBuilder, report: Published) -> None:
-    """Handle a member that has published its drafts; after the last, all or some leave."""
+    """Handle a member that has published; after the last, members leave.
+
+    All of them leave or, if the run goes on, those that were to leave once layers were saved.
+    """
     state = step.state
-    if not isinstance(state.phase, FinishingPhase) or report.order != state.order or report.worker not in state.members:
+    if (
+        not isinstance(state.phase, FinishingPhase)
+        or report.order != state.order
+        or report.worker not in state.members
+    ):
         return
     published = state.phase.published.with_entry(report.worker, None)
     step.update_state(phase=replace(state.phase, published=published))
@@ -454,15 +593,18 @@ def _handle_published(step: TransitionBuilder, report: Published) -> None:
 
 
 def _handle_loss(step: TransitionBuilder, event: WorkerLost) -> None:
+    # Keep the reason, and what was lost, for users if the run cannot continue.
     state, worker = step.state, event.worker
     was_member = worker in state.members
-    layers = step.rules.placement.held_layers(state.current, worker) if worker in state.current.seat_of \
-        else frozenset[int]()
+    layers = frozenset[int]()
+    if worker in state.current.seat_of:
+        layers = step.rules.placement.held_layers(state.current, worker)
     step.update_state(lost=state.lost.with_entry(worker, WorkerLoss(event.reason, layers)))
     step.remove_workers([worker])
     if not was_member:
         step.add_effect(Noted(text=f"{event.reason}, before it took part"))
         return
+    # A member's loss ends the order for all.
     record_losses(step, [(worker, event.reason)], event.since)
     record_node_losses(step, [worker])
     orders.send_end_order(step)
@@ -471,7 +613,6 @@ def _handle_loss(step: TransitionBuilder, event: WorkerLost) -> None:
 
 
 def _handle_leaving(step: TransitionBuilder, worker: Worker) -> None:
-    """Handle a worker that received a signal to end."""
     # A member stays until the next iteration boundary, so that the others can continue without it;
     # any other worker leaves at once.
     state = step.state
@@ -483,21 +624,33 @@ def _handle_leaving(step: TransitionBuilder, worker: Worker) -> None:
 
 
 def _adopt_found_workers(step: TransitionBuilder, phase: RejoiningPhase) -> None:
+    # Workers that were found count as the members of an order that has ended.
     result = phase.build_result()
     members = frozenset(result.kept)
     step.add_effect(result)
     step.add_effect(CoordinatorRestarted(live=len(members)))
+    # They hold the state after the last committed iteration, or nothing.
     why = f"node 0 was restarted and has found {len(members)} workers"
     state = step.state
-    step.update_state(phase=TrainingPhase(ended=True), order=result.order, members=members,
-                      trusted_from=result.trusted_from,
-                      settled=not result.missing, paused=PersistentMap(result.kept.items()),
-                      log=state.log.with_losses(result.losses, result.factor),
-                      recovery=state.recovery.with_cause(why, step.at))
+    step.update_state(
+        phase=TrainingPhase(ended=True),
+        order=result.order,
+        members=members,
+        trusted_from=result.trusted_from,
+        rebalanced=not result.missing,
+        paused=PersistentMap(result.kept.items()),
+        log=state.log.with_losses(result.losses, result.factor),
+        recovery=state.recovery.with_cause(why, step.at),
+    )
     if result.doubted:
-        step.update_state(doubt="copies differed, as workers reported to the new node 0")
-    reasons = [(worker, f"worker {worker} was not found by the new node 0") for worker in result.missing]
-    step.update_state(lost=PersistentMap([*state.lost.items(),
-                                          *((worker, WorkerLoss(reason)) for worker, reason in reasons)]))
+        step.update_state(
+            doubt="the state could not be trusted, as workers reported to the new node 0"
+        )
+    # All other members of that order are lost.
+    reasons = [
+        (worker, f"worker {worker} was not found by the new node 0") for worker in result.missing
+    ]
+    losses = [(worker, WorkerLoss(reason)) for worker, reason in reasons]
+    step.update_state(lost=PersistentMap([*state.lost.items(), *losses]))
     record_losses(step, reasons, step.at)
     record_node_losses(step, result.missing)

@@ -20,7 +20,10 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 from slipstream.runtime.errors import first_line
-from slipstream.runtime.processes.process_attributes import name_process, request_parent_death_signal
+from slipstream.runtime.processes.process_attributes import (
+    name_process,
+    request_parent_death_signal,
+)
 from slipstream.runtime.processes.stop_signals import WARNING_SIGNALS
 from slipstream.schedules.codec import decode, encode
 from slipstream.schedules.schedule import Schedule
@@ -29,30 +32,40 @@ T = TypeVar("T")
 DoneCallback = Callable[[T | BaseException], None]
 
 MAX_SMALL_JOB_WORKERS = 64
-"""Largest job, in workers, for which awaited plans are made in a thread."""
-AWAITED_TIMEOUT_SECONDS, OTHER_TIMEOUT_SECONDS = 30.0, 900.0
-"""Time limits of a process for an awaited plan, and for another; then a thread makes it."""
+"""Largest job, in workers, for which a thread makes plans that workers wait for."""
+AWAITED_TIMEOUT_SECONDS = 30.0
+"""Time that a process has for an awaited plan; then a thread makes the plan."""
+OTHER_TIMEOUT_SECONDS = 900.0
+"""Time that a process has for an unawaited plan; then a thread makes the plan."""
 NICENESS = 10
-"""Niceness of processes for which no worker waits: this machine's workers come first."""
+"""Niceness of planning processes for which no worker waits: training comes first."""
 
 
 class BackgroundRunner(Protocol):
-    """Interface of functions that run long work outside the event loop."""
+    """Interface of functions that run long work without blocking the event loop."""
 
-    def __call__(self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-        """Run `work`, then call `done` on the event loop with its result or exception. If not
-        `awaited` by a worker, the work may take longer, at low priority."""
+    def __call__(
+        self, work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True
+    ) -> None:
+        """Run `work`, then call `done` on the event loop with its result or its exception.
+
+        If no worker waits for the result, `awaited` is False, and `work` may have low priority.
+        """
 
 
 class PlannerDiedError(RuntimeError):
     """Error raised when a forked process has ended without an answer."""
 
 
-def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:  # noqa: ARG001
-    """Run `work` in a daemon thread, then call `done` on the event loop.
+def run_in_thread(
+    work: Callable[[], T],
+    done: DoneCallback[T],
+    *,
+    awaited: bool = True,  # noqa: ARG001
+) -> None:
+    """Run `work` in a thread, then call `done` on the event loop with its outcome.
 
-    It gets the result or exception. The work must not change state that other threads see.
-    `awaited` has no effect here.
+    `work` must change no state that other threads use. `awaited` has no effect here.
     """
     loop = asyncio.get_running_loop()
 
@@ -66,10 +79,11 @@ def run_in_thread(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool
 
 
 def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
-    """Run `work` in a forked process, then call `done` with its outcome on the event loop.
+    """Run `work` in a forked process, then call `done` with its outcome.
 
-    If not `awaited` by a worker, it has low priority and a longer time limit. It is killed if the
-    calling thread ends. If no process can be forked, the work is done in a thread.
+    `done` is called on the event loop. If no worker waits for the result (`awaited` is False), the
+    process has low priority and a longer time limit. The process is killed if the calling thread
+    ends. If no process can be forked, or it exceeds its time, a thread does the work.
     """
     try:
         ours, theirs = os.pipe()
@@ -84,24 +98,25 @@ def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: boo
         return
     if not process:
         _run_child(theirs, work, awaited=awaited)
+    # With the writing end closed here, reading ends when the process does.
     os.close(theirs)
-    run_in_thread(lambda: _read_answer(process, ours, work, AWAITED_TIMEOUT_SECONDS if awaited
-                                       else OTHER_TIMEOUT_SECONDS), done)
+    timeout_seconds = AWAITED_TIMEOUT_SECONDS if awaited else OTHER_TIMEOUT_SECONDS
+    run_in_thread(lambda: _read_answer(process, ours, work, timeout_seconds), done)
 
 
 def choose_background(workers: int) -> BackgroundRunner:
-    """Return the function that runs planning for a job of this many workers.
-
-    Schedules for few workers are planned within milliseconds. To fork this process and to copy its
-    memory on write would take longer, so only plans that no worker waits for are made in a process.
-    On systems other than Linux, libraries may not be usable in a forked process.
-    """
+    """Return the function that runs planning for a job of this many workers."""
+    # On other systems, libraries may not be usable in a forked process.
     if sys.platform != "linux":
         return run_in_thread
+    # Schedules for few workers are planned within milliseconds. To fork this process and to copy
+    # its memory on write would take longer, so only plans that no worker waits for are made in one.
     return run_in_process if workers > MAX_SMALL_JOB_WORKERS else _run_in_thread_if_awaited
 
 
-def _run_in_thread_if_awaited(work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True) -> None:
+def _run_in_thread_if_awaited(
+    work: Callable[[], T], done: DoneCallback[T], *, awaited: bool = True
+) -> None:
     (run_in_thread if awaited else run_in_process)(work, done, awaited=awaited)
 
 
@@ -114,10 +129,8 @@ def capture_result(work: Callable[[], T]) -> T | BaseException:
 
 
 def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float) -> T:
-    """Return the answer of a forked process, or raise the exception in it."""
     # A lock that another thread held at the fork is never released in the process, which then waits
-    # forever. If no answer arrives within `seconds`, the process is killed and the `work` is done
-    # in this thread. Raises PlannerDiedError if the process ended without an answer.
+    # forever: if no answer arrives within `seconds`, the work is done in this thread.
     with open(pipe, "rb") as file:
         readable = select.poll()  # unlike select.select, also of descriptors above 1023
         readable.register(file, select.POLLIN)
@@ -126,10 +139,13 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
             os.waitpid(process, 0)
             return work()
         data = file.read()
+    # The process may have been killed, as for lack of memory.
     _, status = os.waitpid(process, 0)
     if not data or status:
-        raise PlannerDiedError("the planning process ended with "
-                               + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}"))
+        raise PlannerDiedError(
+            "the planning process ended with "
+            + (f"exit status {status >> 8}" if status >> 8 else f"signal {status}")
+        )
     answer = pickle.loads(data)  # noqa: S301, as this process's own child has written it
     if isinstance(answer, BaseException):
         raise answer
@@ -137,9 +153,13 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
 
 
 def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
-    """Do the work in the forked process, write the pickled outcome to `pipe`, and exit."""
+    """Do the work in the forked process, write the pickled outcome to `pipe`, and exit.
+
+    The process has low priority unless the outcome is `awaited`.
+    """
     status = 1
     try:
+        # End with the parent, but leave signals and connections to it.
         request_parent_death_signal(signal.SIGKILL)
         name_process("planner")
         signal.set_wakeup_fd(-1)
@@ -147,8 +167,9 @@ def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in WARNING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        # Close all else, or a connection that the parent closes would stay open.
         os.dup2(pipe, 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # else a connection that the parent closes stays open
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         if not awaited:
             os.nice(NICENESS)
         gc.disable()
@@ -161,11 +182,14 @@ def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
 
 
 def _pickle_answer(answer: object) -> bytes:
-    """Return an answer pickled; an exception that cannot be becomes a RuntimeError."""
+    """Return an answer pickled; one that cannot be pickled becomes a RuntimeError."""
     try:
+        # Schedules travel in the form of their files.
         packed = io.BytesIO()
         pickler = pickle.Pickler(packed, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = copyreg.dispatch_table | {Schedule: lambda schedule: (decode, (encode(schedule),))}
+        pickler.dispatch_table = copyreg.dispatch_table | {
+            Schedule: lambda schedule: (decode, (encode(schedule),))
+        }
         pickler.dump(answer)
         data = packed.getvalue()
         if isinstance(answer, BaseException):

@@ -9,17 +9,26 @@ from pathlib import Path
 import msgspec
 
 from slipstream.runtime.config import ConfigError, TrainingConfig
-from slipstream.runtime.events import METRICS, Event, Iteration, Metrics, OrderGiven, Phase, Resumed, decode_metrics
+from slipstream.runtime.events import (
+    METRICS,
+    Event,
+    Iteration,
+    Metrics,
+    OrderGiven,
+    Phase,
+    Resumed,
+    decode_metrics,
+)
 from slipstream.runtime.state.step_factors import learning_rate_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationWork:
-    """Tokens and operations of an iteration, over all pipelines, and a device's peak."""
+    """Work of one iteration of all pipelines, from which throughput and MFU are computed."""
 
     tokens: int
     flops: float
-    """Operations of the iteration's forwards and backwards (`runtime.models.flops`)."""
+    """Floating-point operations of all forwards and backwards (`runtime.models.flops`)."""
     peak_flops: float | None
     """Peak floating-point operations per second of a worker's device; None: not known."""
 
@@ -27,12 +36,7 @@ class IterationWork:
 class MetricsBuilder:
     """Builder of the metrics of each committed iteration.
 
-    Parameters
-    ----------
-    work
-        Tokens and floating-point operations of one iteration, from which speeds are computed.
-    recoveries
-        Number of recoveries in earlier starts of the run.
+    `work` is what each iteration computes, and `recoveries` how many there were in earlier starts.
     """
 
     def __init__(self, config: TrainingConfig, work: IterationWork, recoveries: int = 0) -> None:
@@ -42,7 +46,7 @@ class MetricsBuilder:
         self._phase: Phase | None = None
         self._recoveries = recoveries
         self._before: float | None = None
-        """Time since 1970 of the last commit or, before it, of the first order, in seconds."""
+        """Seconds since 1970 at the last commit or, before it, the first order."""
 
     def observe_event(self, event: Event) -> None:
         """Record an order or the end of a recovery, on which later metrics depend."""
@@ -53,46 +57,70 @@ class MetricsBuilder:
             case Resumed():
                 self._recoveries += 1
 
-    def build_metrics(self, line: Iteration, gradient_norm: float | None, evaluation: float | None) -> Metrics:
-        """Return the metrics of a committed iteration, given its `line` of `losses.jsonl`.
+    def build_metrics(
+        self, line: Iteration, gradient_norm: float | None, evaluation: float | None
+    ) -> Metrics:
+        """Return the metrics of the iteration that is committed now.
 
-        Iterations must be passed in order. `evaluation` is the validation loss, if it was computed.
+        `line` is its line in `losses.jsonl`, `gradient_norm` the norm of its gradients before
+        clipping, and `evaluation` its validation loss; None: not known.
         """
-        work, seconds = self._work, None
+        # Iterations per second since the commit before, which includes pauses.
+        rate = None
         if line.time is not None:
-            seconds = None if self._before is None else line.time - self._before
+            if self._before is not None and line.time > self._before:
+                rate = 1 / (line.time - self._before)
             self._before = line.time
-        rate = None if not seconds or seconds <= 0 else 1 / seconds
-        best = None if work.peak_flops is None or self._live is None else work.peak_flops * self._live
+        # MFU counts live workers only: a failure alone does not lower it.
+        work, tokens_per_second, mfu = self._work, None, None
+        if rate is not None:
+            tokens_per_second = round(work.tokens * rate, 3)
+            if work.peak_flops and self._live:
+                mfu = round(work.flops * rate / (work.peak_flops * self._live), 6)
         return Metrics(
-            iteration=line.iteration, loss=line.loss, validation_loss=evaluation, gradient_norm=gradient_norm,
+            iteration=line.iteration,
+            loss=line.loss,
+            validation_loss=evaluation,
+            gradient_norm=gradient_norm,
             learning_rate=learning_rate_at(self._config, line.iteration),
-            tokens_per_second=None if rate is None else round(work.tokens * rate, 3),
-            mfu=None if rate is None or not best else round(work.flops * rate / best, 6),
-            live=self._live, phase=self._phase, recoveries=self._recoveries, time=line.time or 0.0)
+            tokens_per_second=tokens_per_second,
+            mfu=mfu,
+            live=self._live,
+            phase=self._phase,
+            recoveries=self._recoveries,
+            time=line.time or 0.0,
+        )
 
 
 def read_recovery_count(folder: Path) -> int:
-    """Return the recoveries of earlier starts, by the folder's metrics; 0 without a file."""
+    """Return how many recoveries earlier starts had, by the folder's metrics; 0 without them."""
     recoveries, path = 0, folder / METRICS
+    # A line that a crash has left incomplete cannot be decoded.
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.DecodeError):
             recoveries = max(recoveries, decode_metrics(line).recoveries)
     return recoveries
 
 
-TAGS = {"loss": "loss/training", "validation_loss": "loss/validation", "gradient_norm": "gradient norm",
-        "learning_rate": "learning rate", "tokens_per_second": "speed/tokens per second", "mfu": "speed/mfu",
-        "live": "workers/live", "recoveries": "workers/recoveries"}
+TAGS = {
+    "loss": "loss/training",
+    "validation_loss": "loss/validation",
+    "gradient_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "speed/tokens per second",
+    "mfu": "speed/mfu",
+    "live": "workers/live",
+    "recoveries": "workers/recoveries",
+}
 """Name under which TensorBoard shows each field of `Metrics`."""
 
 
 class TensorBoardWriter:
     """Writer of the metrics of iterations from `first` on to a new TensorBoard file.
 
-    Raises OSError, and ConfigError if the package is not installed. A file that begins with some
-    iteration hides the entries from that iteration on in earlier files of the folder. So
-    TensorBoard shows each iteration once, even if it was repeated.
+    Raises OSError, and ConfigError if the package is not installed. A file hides the entries of
+    earlier files from its first iteration on: TensorBoard shows each iteration once, even if it was
+    repeated.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -107,6 +135,7 @@ class TensorBoardWriter:
             value = getattr(line, name)
             if value is not None:
                 self._writer.add_scalar(tag, value, line.iteration, walltime=line.time)
+        # Text has no curve, so only changes of the phase are written.
         if line.phase is not None and line.phase != self._phase:
             self._phase = line.phase
             self._writer.add_text("phase", line.phase, line.iteration, walltime=line.time)
@@ -131,7 +160,9 @@ class TensorBoardWriter:
 def require_tensorboard() -> None:
     """Raise ConfigError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("metrics for TensorBoard need its package: pip install -e '.[tensorboard]'")
+        raise ConfigError(
+            "metrics for TensorBoard need its package: pip install -e '.[tensorboard]'"
+        )
 
 
 GAUGES = {
@@ -140,12 +171,15 @@ GAUGES = {
     "validation_loss": ("validation_loss", "Validation loss after the last committed iteration"),
     "gradient_norm": ("gradient_norm", "Norm of all gradients before clipping"),
     "learning_rate": ("learning_rate", "Learning rate of the last committed iteration"),
-    "tokens_per_second": ("tokens_per_second", "Throughput since the commit before, including pauses"),
+    "tokens_per_second": (
+        "tokens_per_second",
+        "Throughput since the commit before, including pauses",
+    ),
     "mfu": ("mfu_ratio", "Model FLOPs utilization of the live workers"),
     "live": ("live_workers", "Number of workers that take part"),
     "time": ("commit_timestamp_seconds", "Time of the last commit in seconds since 1970"),
 }
-"""Name without its prefix, and help, of each gauge, by the field of `Metrics`."""
+"""Name without `PREFIX`, and help text, of each gauge, by the field of `Metrics`."""
 RECOVERIES = "recoveries_total"
 PREFIX = "slipstream_"
 
@@ -153,27 +187,29 @@ PREFIX = "slipstream_"
 class PrometheusFile:
     """Text file with a run's newest metrics, in Prometheus' exposition format.
 
-    It is replaced as a whole, so that a reader never sees half of it. If it cannot be written,
-    `say` is called once with a line for users, and once more when it can be written again.
+    `say` is called with a line for users when the file cannot be written, and when it can again.
     """
 
     def __init__(self, path: Path, run: str, say: Callable[[str], None]) -> None:
         self._path, self._run, self._say = path, run, say
-        self._told = False
+        self._has_complained = False
 
     def append(self, line: Metrics) -> None:
         """Replace the file by one with these metrics."""
+        # Prometheus may read the file at any time: it must never see half of one.
         temporary = self._path.with_name(f".{self._path.name}.new")
         try:
             temporary.write_text("".join(render_metrics(line, self._run)), encoding="utf-8")
             temporary.replace(self._path)
         except OSError as error:
-            if not self._told:
-                self._told = True
-                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run continues")
+            if not self._has_complained:
+                self._has_complained = True
+                self._say(
+                    f"{self._path} cannot be written: {error.strerror or error}; the run continues"
+                )
             return
-        if self._told:
-            self._told = False
+        if self._has_complained:
+            self._has_complained = False
             self._say(f"{self._path} is written again")
 
     def drop_iterations_from(self, iteration: int) -> None:
@@ -184,19 +220,28 @@ class PrometheusFile:
 
 
 def render_metrics(line: Metrics, run: str) -> Iterator[str]:
-    """Yield the lines of the file for the metrics of an iteration. The label `run` names the run's
-    folder; metrics that are not known are left out."""
+    """Yield the lines of a Prometheus file for one iteration; `run` is the run's folder."""
+    # The label is escaped as Prometheus' text format requires.
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     for field, (name, text) in GAUGES.items():
         value = getattr(line, field)
         if value is not None:
-            yield from _render(name, "gauge", text, f'{{run="{label}"}} {value:.10g}' if field != "time" else
-                               f'{{run="{label}"}} {value:.3f}')
-    yield from _render(RECOVERIES, "counter", "Recoveries from failures so far, over all starts of the run",
-                       f'{{run="{label}"}} {line.recoveries}')
+            number = f"{value:.3f}" if field == "time" else f"{value:.10g}"
+            yield from _render(name, "gauge", text, f'{{run="{label}"}} {number}')
+    yield from _render(
+        RECOVERIES,
+        "counter",
+        "Recoveries from failures so far, over all starts of the run",
+        f'{{run="{label}"}} {line.recoveries}',
+    )
+    # A text is a label of a metric whose value is 1, as is usual in Prometheus.
     if line.phase is not None:
-        yield from _render("phase", "gauge", "1 for the kind of schedule that workers train by",
-                           f'{{run="{label}",phase="{line.phase}"}} 1')
+        yield from _render(
+            "phase",
+            "gauge",
+            "1 for the kind of schedule that workers train by",
+            f'{{run="{label}",phase="{line.phase}"}} 1',
+        )
 
 
 def _render(name: str, kind: str, text: str, sample: str) -> Iterator[str]:

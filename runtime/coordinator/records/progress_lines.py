@@ -19,11 +19,11 @@ REPORT_INTERVAL_SECONDS = 30.0
 MAX_NAMES = 8
 """Largest number of workers or nodes that a line names."""
 RECENT_NOTES = 32
-"""Last notes to users that are compared with a new one, so as not to repeat it."""
+"""Number of the last notes to users that a new note must not repeat."""
 
 
 class RunReporter:
-    """Reporter of one run to its users and to its log."""
+    """Reporter that tells a run's users and its log what happens."""
 
     def __init__(self, run: RunSpec, log: RunLog) -> None:
         self._run, self._notify = run, run.request.options.notify
@@ -37,7 +37,7 @@ class RunReporter:
         self.speed_events: list[SpeedEvent] = []
 
     def report_note(self, text: str) -> None:
-        """Report a survived problem to users, in the log and in the result."""
+        """Report a problem that the run survives to users, log and result."""
         self.notes.append(text)
         self._log.write(Noted(text=text))
         self._notify(text)
@@ -51,15 +51,22 @@ class RunReporter:
         """Report changes of workers' speeds and what follows from them."""
         self.speed_events.append(event)
         for change in event.changes:
-            self._log.write(Recovered(worker=change.worker) if change.factor == 1.0 else
-                               Slowed(worker=change.worker, factor=round(change.factor, 3)))
+            self._log.write(
+                Recovered(worker=change.worker)
+                if change.factor == 1.0
+                else Slowed(worker=change.worker, factor=round(change.factor, 3))
+            )
         for worker in event.left_out:
             self._log.write(LeftOut(worker=worker, reason=str(event)))
         self._notify(event)
 
-    def report_awaited(self, workers: Sequence[Worker], agents: Collection[int], address: str) -> None:
-        """Report that the first order waits for `workers`, unless there are none. `agents` are the
-        other nodes that have connected; `address` is that of node 0."""
+    def report_awaited(
+        self, workers: Sequence[Worker], agents: Collection[int], address: str
+    ) -> None:
+        """Report to users that node 0 waits for `workers`; without any, do nothing.
+
+        `agents` are the other nodes that are connected, and `address` is where node 0 listens.
+        """
         if workers:
             awaited = describe_awaited(workers, self._run.facts.shares, agents)
             self._notify(f"node 0, at {address}, waits for {awaited}")
@@ -68,64 +75,96 @@ class RunReporter:
         """Log that a checkpoint is complete, if this `report` is the first to say so."""
         if report.complete and report.iteration > self._checkpointed:
             self._checkpointed = report.iteration
-            self._log.write(CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3)))
+            self._log.write(
+                CheckpointWritten(checkpoint=report.iteration, took=round(report.seconds, 3))
+            )
 
-    def log_iteration(self, one: CommittedIteration) -> None:
+    def log_iteration(self, commit: CommittedIteration) -> None:
         """Log a committed iteration; report slowdowns that begin in it, and validation loss."""
-        self._log.write_iteration(one.iteration, one.loss, one.window_seconds, gradient_norm=one.gradient_norm,
-                                  evaluation=one.evaluation, cost_error=one.cost_error)
+        iteration = commit.iteration
+        self._log.write_iteration(
+            iteration,
+            commit.loss,
+            commit.window_seconds,
+            gradient_norm=commit.gradient_norm,
+            evaluation=commit.evaluation,
+            cost_error=commit.cost_error,
+        )
+        # A slowdown for a rehearsal is announced, lest a user looks for its cause.
         for slowdown in self._run.request.resilience.slowdowns:
-            if slowdown.iteration == one.iteration:
-                speed = "is as fast as usual" if slowdown.factor == 1.0 else \
-                    f"takes {slowdown.factor:g} times as long"
-                text = f"worker {slowdown.worker} {speed} from iteration {slowdown.iteration} on, on purpose"
+            if slowdown.iteration == iteration:
+                speed = f"takes {slowdown.factor:g} times as long"
+                if slowdown.factor == 1.0:
+                    speed = "is as fast as usual"
+                text = f"worker {slowdown.worker} {speed} from iteration {iteration} on, on purpose"
                 self._log.write(Noted(text=text))
                 self._notify(text)
-        if one.evaluation is not None:
-            self._notify(f"validation loss {one.evaluation:.6f} after {one.iteration + 1} iterations")
+        if commit.evaluation is not None:
+            self._notify(
+                f"validation loss {commit.evaluation:.6f} after {iteration + 1} iterations"
+            )
 
     def log_rollback(self, iteration: int) -> None:
-        """Log that the run went back to an iteration, from which all is written again."""
+        """Log that the run went back to `iteration`: this and later ones are written again."""
         self._log.drop_iterations_from(iteration)
         self._checkpointed = min(self._checkpointed, iteration)
 
-    def report_failover(self, found: FailoverResult) -> None:
-        """Report a failover, and log the committed iterations that the dead coordinator did not."""
-        count = found.committed + 1
-        self._log.drop_iterations_from(found.unwritten.start)
-        losses = found.losses[len(found.losses) - len(found.unwritten):]
+    def report_failover(self, result: FailoverResult) -> None:
+        """Report a failover; log the iterations that the dead coordinator has not logged."""
+        # The workers know more than the files: the last losses may not have been written.
+        count = result.committed + 1
+        self._log.drop_iterations_from(result.unwritten.start)
+        losses = result.losses[len(result.losses) - len(result.unwritten) :]
         if unknown := sum(map(math.isnan, losses)):
-            self.report_note(f"the losses of {unknown} iterations before {count} are not known: node 0 has been "
-                             "started anew without the folder that holds them")
-        for iteration, loss in zip(found.unwritten, losses, strict=True):
+            self.report_note(
+                f"the losses of {unknown} iterations before {count} are not known: node 0 has been "
+                "started anew without the folder that holds them"
+            )
+        for iteration, loss in zip(result.unwritten, losses, strict=True):
             self._log.write_iteration(iteration, loss)
-        self._notify(f"node 0 continues with the {len(found.kept)} workers that it has found; {count} iterations are "
-                     "committed")
+        self._notify(
+            f"node 0 continues with the {len(result.kept)} workers that it has found; {count} "
+            "iterations are committed"
+        )
 
     def check_folder(self, report: Ready) -> None:
-        """Report once that a ready worker writes to another folder than node 0. Checkpoints will
-        then be incomplete."""
+        """Report, once in a run, that a worker writes to another folder than node 0."""
+        # Nodes may share no file system; their checkpoints are then incomplete in each folder.
         if report.folder != self._folder and not self._apart:
             self._apart = True
-            node = next((node for node, share in enumerate(self._run.facts.shares) if report.worker in share), 0)
-            self.report_note(f"node {node} writes to another folder than node 0: checkpoints and parameters of which "
-                             f"both "
-                             "write layers are complete in neither; give all nodes one --out on a file system they "
-                             "share")
+            node = next(
+                (
+                    node
+                    for node, share in enumerate(self._run.facts.shares)
+                    if report.worker in share
+                ),
+                0,
+            )
+            self.report_note(
+                f"node {node} writes to another folder than node 0: checkpoints and parameters of "
+                "which both write layers are complete in neither; give all nodes one --out on a "
+                "file system they share"
+            )
 
     def describe_progress(self, count: int) -> str:
-        """Return a clause that says how many iterations are committed, and where losses are."""
+        """Return a clause: `count` iterations are committed, and which file has their losses."""
         path: Path = self._run.request.out / LOSSES
-        return "no iteration is committed" if count == 0 else f"one iteration is committed, its loss goes to {path}" \
-            if count == 1 else f"{count} iterations are committed, their losses go to {path}"
+        if count == 0:
+            return "no iteration is committed"
+        if count == 1:
+            return f"one iteration is committed, its loss goes to {path}"
+        return f"{count} iterations are committed, their losses go to {path}"
 
 
-def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]) -> str:
-    """Return a clause that names the missing workers: whole nodes, and single workers.
+def describe_awaited(
+    awaited: Collection[Worker], shares: Sequence[Sequence[Worker]], agents: Collection[int]
+) -> str:
+    """Return a clause that names the `awaited` workers.
 
-    They are `awaited`. `shares` has all workers of each node, and `agents` the nodes other than 0
-    that have connected; only of a node that has not, the whole is named.
+    `shares` has the workers of each node, and `agents` are the nodes that are connected to node 0.
+    A node that is not connected is named instead of its workers.
     """
+    # Users start whole nodes: they need not know which workers a missing one has.
     nodes, workers, awaited = [], [], set(awaited)
     for node, share in enumerate(shares):
         if missing := [worker for worker in share if worker in awaited]:
@@ -133,8 +172,13 @@ def describe_awaited(awaited: Collection[Worker], shares: Sequence[Sequence[Work
                 workers += [f"worker {worker} of node {node}" for worker in missing]
             else:
                 nodes.append(f"node {node}")
-    apart = [f"{_join_names(nodes)}, which {'have' if nodes[1:] else 'has'} not connected"] if nodes else []
-    return ", and for ".join([*apart, *([_join_names(workers)] if workers else [])])
+    clauses = []
+    if nodes:
+        have = "have" if nodes[1:] else "has"
+        clauses.append(f"{_join_names(nodes)}, which {have} not connected")
+    if workers:
+        clauses.append(_join_names(workers))
+    return ", and for ".join(clauses)
 
 
 def _join_names(names: Sequence[str]) -> str:

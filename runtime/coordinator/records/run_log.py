@@ -2,10 +2,8 @@
 
 Events are written to `events.jsonl`. Each committed iteration has a line in `losses.jsonl` and
 `metrics.jsonl` and, if requested, an entry in TensorBoard's files. Each schedule of an order is
-stored once. Every part of the coordinator that reports an event calls `RunLog.write` with a struct
-of `runtime.events`; the log adds the time. If the run goes back, or another coordinator continues
-it, the lines of iterations that are run again are dropped, so that each iteration has one line in
-each file. Lines wait until they can be written.
+stored once. If the run goes back, or another coordinator continues it, the lines of iterations that
+are run again are dropped, so that each iteration has one line in each file.
 """
 
 import math
@@ -23,7 +21,11 @@ import msgspec
 from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
-from slipstream.runtime.coordinator.records.metrics import MetricsBuilder, PrometheusFile, TensorBoardWriter
+from slipstream.runtime.coordinator.records.metrics import (
+    MetricsBuilder,
+    PrometheusFile,
+    TensorBoardWriter,
+)
 from slipstream.runtime.coordinator.records.writer_thread import IMMEDIATE_WRITER, Writer
 from slipstream.runtime.events import (
     EVENTS,
@@ -45,23 +47,24 @@ MAX_UNWRITTEN_LINES = 100_000
 class AppendedFile:
     """File to which whole lines are appended without buffering.
 
-    Each line is written by one call, and other processes can read it when that returns. An
-    incomplete last line that a crash has left is removed. Raises OSError if the file cannot be
-    opened; `append` never does: if a disk is full, `say` is called once with a line for users, and
-    once more when the disk has free space again and the waiting lines are written.
+    Each line is written by one call, and other processes can read the line when the call returns.
+    An incomplete last line that a crash has left is removed. Raises OSError if the file cannot be
+    opened; while a disk is full, lines wait. `say` is called with a line for users when lines begin
+    to wait, and when they are written again.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path = path
         self._say = say
         self._unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN_LINES)
-        self._told = False
+        self._has_complained = False
         self._file = FileIO(path, "ab+")
         self._size = self._file.truncate(_find_complete_size(self._file))
 
     def append(self, line: msgspec.Struct) -> None:
         """Write a struct as a line of JSON, after all lines that still wait."""
         self._unwritten.append(encode(line) + b"\n")
+        # A line is forgotten only when all of it is in the file: a full disk may take half a line.
         try:
             while self._unwritten:
                 written = self._file.write(self._unwritten[0])
@@ -69,21 +72,24 @@ class AppendedFile:
                     raise OSError("no space left")
                 self._size += written
                 self._unwritten.popleft()
-            if self._told:
-                self._told = False
+            if self._has_complained:
+                self._has_complained = False
                 self._say(f"{self._path} is written again")
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)  # else half a line and the next one become one line
-            if not self._told:
-                self._told = True
-                self._say(f"{self._path} cannot be written: {error.strerror or error}; the run continues, and writes "
-                          "what waits when it can")
+            if not self._has_complained:
+                self._has_complained = True
+                self._say(
+                    f"{self._path} cannot be written: {error.strerror or error}; the run "
+                    "continues, and writes what waits when it can"
+                )
 
     def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:
-        """Drop the first line for which `keeps` is False, and all after it. This needs no free disk
-        space. Raises OSError."""
-        self._unwritten = deque((line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES)
+        """Remove the first line for which `keeps` is False, and all after it. Raises OSError."""
+        self._unwritten = deque(
+            (line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES
+        )
         self._file.seek(0)
         size = 0
         with BufferedReader(FileIO(os.dup(self._file.fileno()))) as lines:
@@ -96,20 +102,26 @@ class AppendedFile:
     def close(self) -> None:
         """Close the file, and tell users how many lines are lost."""
         if self._unwritten:
-            self._say(f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could not be written")
+            self._say(
+                f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could "
+                "not be written"
+            )
         self._file.close()
 
 
 class IterationLines(AppendedFile):
-    """File with a line for each committed iteration, of those before `first` at the start. Raises
-    OSError if the file cannot be opened or truncated."""
+    """File with a line for each committed iteration.
+
+    If the file exists, only its lines of iterations before `first` are kept. Raises OSError if the
+    file cannot be opened or truncated.
+    """
 
     def __init__(self, path: Path, first: int, say: Callable[[str], None]) -> None:
         super().__init__(path, say)
         self.drop_iterations_from(first)
 
     def drop_iterations_from(self, iteration: int) -> None:
-        """Drop the lines from an iteration on, which will be written again."""
+        """Remove the lines of `iteration` and later ones, which will be written again."""
         self.truncate_from(lambda line: _is_line_before(line, iteration))
 
 
@@ -121,7 +133,7 @@ def _is_line_before(line: bytes, iteration: int) -> bool:
 
 
 def _find_complete_size(file: FileIO) -> int:
-    """Return the size of a file without an incomplete last line."""
+    # Search the last newline from the end: the file of a long run is large.
     size = file.seek(0, os.SEEK_END)
     while size:
         begin = max(0, size - 2**16)
@@ -138,20 +150,28 @@ ProgressCallback = Callable[[int, float], None]
 
 
 class RunLog:
-    """Log that appends to the files in a run's folder.
+    """Log of a run: appends events, losses and metrics to files in its folder.
 
-    Lines that an earlier run has left are kept for iterations before `first`. Metrics are written
-    before losses, so that a process killed between the two leaves no iteration whose loss is there
-    and whose metrics are not. The writer passed as `write` runs the file operations and reports
-    those that fail. Raises OSError if a file cannot be opened, but never later, and ConfigError if
+    Losses and metrics that an earlier run has left are kept for iterations before `first`, events
+    all. The writer passed as `write` runs the file operations. Lines that cannot be written wait; a
+    `WriterThread` reports that, the default does not. Other errors are reported by a `WriterThread`
+    and raised by the default. Raises OSError if a file cannot be opened, and ConfigError if
     `tensorboard` is given and its package is not installed.
     """
 
-    def __init__(self, folder: Path, first: int = 0, write: Writer = IMMEDIATE_WRITER, *,
-                 metrics: MetricsBuilder | None = None, tensorboard: Path | None = None,
-                 prometheus: Path | None = None,
-                 observer: Observer = lambda _: None, iteration_observer: IterationObserver = lambda _: None,
-                 progress: ProgressCallback = lambda *_: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        first: int = 0,
+        write: Writer = IMMEDIATE_WRITER,
+        *,
+        metrics: MetricsBuilder | None = None,
+        tensorboard: Path | None = None,
+        prometheus: Path | None = None,
+        observer: Observer = lambda _: None,
+        iteration_observer: IterationObserver = lambda _: None,
+        progress: ProgressCallback = lambda *_: None,
+    ) -> None:
         self._folder = folder
         self._write = write
         self.iteration = first
@@ -164,6 +184,7 @@ class RunLog:
         self._kept: set[str] = set()
         self._shown: list[IterationLines | TensorBoardWriter | PrometheusFile] = []
         """Writers of metrics: to `metrics.jsonl` and, if requested, TensorBoard and Prometheus."""
+        # All files are opened now, so that a folder that cannot be written ends the run at once.
         if metrics is not None:
             self._shown.append(IterationLines(folder / METRICS, first, write.report_problem))
         if tensorboard is not None:
@@ -176,24 +197,39 @@ class RunLog:
     def write(self, event: Event) -> None:
         """Write an event to `events.jsonl`, with the present time."""
         now = self._current_time()
-        stamped = replace(event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration)
+        stamped = replace(
+            event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration
+        )
         self._write(partial(self._events.append, stamped))
         if self._metrics is not None:
             self._metrics.observe_event(stamped)
         self._observer(stamped)
 
-    def write_iteration(self, iteration: int, loss: float, period_seconds: float | None = None, *,
-                        gradient_norm: float | None = None, evaluation: float | None = None,
-                        cost_error: float | None = None) -> None:
-        """Write the loss and the metrics of the next iteration, which is committed now.
+    def write_iteration(
+        self,
+        iteration: int,
+        loss: float,
+        period_seconds: float | None = None,
+        *,
+        gradient_norm: float | None = None,
+        evaluation: float | None = None,
+        cost_error: float | None = None,
+    ) -> None:
+        """Write the loss and the metrics of the iteration that is committed now.
 
-        `period_seconds` is the longest busy window of any worker, `evaluation` the validation loss,
-        and `cost_error` the relative error of the times that samples were expected to take. None:
-        not known.
+        `period_seconds` is the longest busy window of any worker, `gradient_norm` the norm before
+        clipping, `evaluation` the validation loss, and `cost_error` the relative error of the times
+        that samples were expected to take; each is None if it is not known.
         """
-        line = Iteration(iteration=iteration, loss=loss if math.isfinite(loss) else None,
-                         period=None if period_seconds is None else round(period_seconds, 6), time=self._current_time(),
-                         cost_error=None if cost_error is None else round(cost_error, 4))
+        # Metrics come before losses: a process killed between the two leaves no iteration whose
+        # loss is there and whose metrics are not.
+        line = Iteration(
+            iteration=iteration,
+            loss=loss if math.isfinite(loss) else None,
+            period=None if period_seconds is None else round(period_seconds, 6),
+            time=self._current_time(),
+            cost_error=None if cost_error is None else round(cost_error, 4),
+        )
         self.iteration = iteration + 1
         if self._metrics is not None:
             shown = self._metrics.build_metrics(line, gradient_norm, evaluation)
@@ -204,20 +240,20 @@ class RunLog:
         self._progress(iteration, loss)
 
     def drop_iterations_from(self, iteration: int) -> None:
-        """Drop the lines of iterations from the given one on, which will be repeated."""
+        """Remove the lines of `iteration` and later ones, which will be repeated."""
         self.iteration = iteration
         for file in (*self._shown, self._losses):
             self._write(partial(file.drop_iterations_from, iteration))
 
     def store_schedule(self, schedule: bytes) -> None:
-        """Store a schedule, given as its file's contents, under its digest in the run's folder."""
+        """Store the contents of a schedule file in the run's folder, named by their digest."""
         self._write(partial(self._write_schedule, schedule))
 
     def _current_time(self) -> float:
-        """Return the seconds since 1970, to milliseconds, which never decrease."""
         return round(self._began_wall + time.monotonic() - self._began, 3)
 
     def _write_schedule(self, schedule: bytes) -> None:
+        # Several orders may have the same schedule.
         digest = compute_schedule_digest(schedule)
         if digest not in self._kept:
             self._kept.add(digest)
@@ -225,11 +261,14 @@ class RunLog:
             temporary = path.with_name(f".{path.name}.{os.getpid():08}")
             try:
                 path.parent.mkdir(exist_ok=True)
-                temporary.write_bytes(schedule)  # no fsync: members wait, and the digest detects a torn file
+                # No fsync: members wait, and the digest detects a torn file.
+                temporary.write_bytes(schedule)
                 temporary.replace(path)
             except OSError as error:
                 self._kept.discard(digest)
-                self._write.report_problem(f"{path} cannot be written: {error.strerror}; the run continues")
+                self._write.report_problem(
+                    f"{path} cannot be written: {error.strerror}; the run continues"
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -240,8 +279,10 @@ class RunLog:
 
 
 def read_losses(folder: Path, first: int) -> list[float] | None:
-    """Return the losses in a run's folder from an iteration to the first gap. Returns None if there
-    is no file."""
+    """Return a run's losses from iteration `first` up to a gap; None without a file.
+
+    A loss that was not finite is NaN. Raises OSError if the file cannot be read.
+    """
     path = folder / LOSSES
     if not path.exists():
         return None

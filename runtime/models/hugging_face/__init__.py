@@ -1,4 +1,4 @@
-"""Cut decoder models of transformers, by name, into layers, load them, and export them.
+"""Cut decoder models of transformers into layers, load pretrained ones, and export them.
 
     configuration   the model that `[model] hugging_face` names: its config.json; supported kinds
     layers          transformers' own modules as layers

@@ -13,7 +13,7 @@ CONFIG_FILE = "config.json"
 
 
 class Family(NamedTuple):
-    """Names of modules in a family of models, such as Llama, within transformers' base model."""
+    """Names of the parts of transformers' models in one family, such as Llama."""
 
     decoders: str
     """Name of the list of decoder layers."""
@@ -32,21 +32,30 @@ class Family(NamedTuple):
 _LLAMA = Family("layers", ("embed_tokens",), "norm")
 _MIXTURE = _LLAMA._replace(experts=True)
 _GPT2 = Family("h", ("wte", "wpe", "drop"), "ln_f", "attn", can_be_cut=False)
-FAMILIES: Mapping[str, Family] = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2,
-                                  "mixtral": _MIXTURE, "qwen2_moe": _MIXTURE, "qwen3_moe": _MIXTURE,
-                                  "olmoe": _MIXTURE}
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": _GPT2,
+    "mixtral": _MIXTURE,
+    "qwen2_moe": _MIXTURE,
+    "qwen3_moe": _MIXTURE,
+    "olmoe": _MIXTURE,
+}
 """Supported models by `model_type`, each compared with transformers' own by a test."""
 
 
 def weights_folder(path: str) -> Path | None:
-    """Return the folder of pretrained weights; None if `path` is a config.json. It is the value of
-    `[model] hugging_face`; without a folder, weights are random."""
+    """Return `path` if it is a folder, of pretrained weights; else None: random weights."""
     return Path(path) if Path(path).is_dir() else None
 
 
 def read_config(config: ModelConfig) -> dict[str, Any]:
-    """Return config.json with the changes of `[model.options]`. Raises ConfigError for unsupported
-    models."""
+    """Return the content of config.json, with the changes of `[model.options]`.
+
+    Raises ConfigError if the file cannot be read, or the model is not supported.
+    """
     assert config.hugging_face is not None
     path = Path(config.hugging_face)
     source = path / CONFIG_FILE if path.is_dir() else path
@@ -54,24 +63,35 @@ def read_config(config: ModelConfig) -> dict[str, Any]:
     try:
         document = json.loads(source.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, or its "
-                          f"{CONFIG_FILE}") from None
+        raise ConfigError(
+            f"{subject}: {source} cannot be read: {error.strerror}; expected a folder of a model, "
+            f"or its {CONFIG_FILE}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{subject}: {source} is not JSON: {error}") from None
+    # A model of another family would need other names of parts, and a test of its own.
     kind = document.get("model_type") if isinstance(document, dict) else None
     if kind not in FAMILIES:
-        raise ConfigError(f"{subject}: its model_type is {kind!r}; expected one of {', '.join(map(repr, FAMILIES))}")
+        raise ConfigError(
+            f"{subject}: its model_type is {kind!r}; expected one of "
+            f"{', '.join(map(repr, FAMILIES))}"
+        )
     return {**document, **config.options}
 
 
 def is_dense(config: Any, index: int) -> bool:
-    """Return whether a decoder layer of a mixture has no experts, by transformers' config."""
-    dense, step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
+    """Return whether decoder layer `index` of a mixture of experts has no experts."""
+    # Qwen's configs list layers without experts, and give experts to each `step`-th layer only.
+    dense = getattr(config, "mlp_only_layers", None)
+    step = getattr(config, "decoder_sparse_step", 1)
     return dense is not None and (index in dense or (index + 1) % step > 0)
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Return the size of a model's vocabulary. Raises ConfigError if a config lacks it."""
+    """Return the size of a model's vocabulary.
+
+    Raises ConfigError if the model's own configuration cannot be read, or lacks the size.
+    """
     if config.torchtitan is not None:
         from slipstream.runtime.models.torchtitan.specification import trainer_config
 
@@ -81,6 +101,8 @@ def vocabulary_size(config: ModelConfig) -> int:
         return config.vocabulary
     size = read_config(config).get("vocab_size")
     if not isinstance(size, int):
-        raise ConfigError(f"{MODEL_KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole "
-                          "number, as tokens are compared with it")
+        raise ConfigError(
+            f"{MODEL_KEY} is {config.hugging_face!r}: its vocab_size is {size!r}; expected a whole "
+            "number, as tokens are compared with it"
+        )
     return size

@@ -2,8 +2,8 @@
 
 Positions and masks are built from the `position_ids` or `attention_mask` of the micro-batch. If
 data give neither, positions are consecutive and attention is causal. If routers balance the load of
-experts, their counts pass from layer to layer, because transformers computes that loss from the
-means over all layers.
+experts, their counts pass from layer to layer, because transformers computes the balance loss from
+the means over all layers.
 """
 
 import functools
@@ -22,7 +22,7 @@ from slipstream.runtime.models.recomputing import Part, recomputable
 
 
 class RoutedFeatures(NamedTuple):
-    """Features [B, T, C], with counts of the experts chosen in the layers so far."""
+    """Features [B, T, C], and counts of the experts chosen in the layers so far."""
 
     features: Tensor
     chosen: Tensor
@@ -32,7 +32,7 @@ class RoutedFeatures(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Embedding of tokens, and of positions if the model has such."""
+    """Layer that embeds tokens, and positions if the model has such an embedding."""
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -51,17 +51,27 @@ class Embedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer of transformers, which makes positions and masks from the micro-batch."""
+    """Decoder layer of transformers, given positions and masks from the micro-batch.
 
-    def __init__(self, layer: nn.Module, rotary: nn.Module | None, config: PreTrainedConfig, index: int,
-                 family: Family) -> None:
+    `rotary` turns positions into angles; None: the model embeds positions in layer 0.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        rotary: nn.Module | None,
+        config: PreTrainedConfig,
+        index: int,
+        family: Family,
+    ) -> None:
         super().__init__()
         self.layer = layer
-        own: tuple[tuple[Part, str], ...] = (("attention", family.attention), ("mlp", family.mlp))
-        for name, place in own:
-            submodule: Any = layer.get_submodule(place)
+        names: dict[Part, str] = {"attention": family.attention, "mlp": family.mlp}
+        # transformers has no call for recomputing a part, so the parts get another class.
+        for part, name in names.items():
+            submodule: Any = layer.get_submodule(name)
             kind: Any = type(submodule)
-            submodule.__class__ = _recomputable_class(name, kind)
+            submodule.__class__ = _recomputable_class(part, kind)
         self.rotary = rotary
         self._config = config
         self._slides = _has_sliding_window(config, index)
@@ -70,38 +80,64 @@ class DecoderLayer(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """Module that `runtime.models.compiling` compiles, without positions and masks."""
+        """Module that `runtime.models.compiling` compiles: the decoder layer of transformers.
+
+        It is given positions and masks, which are made outside of it.
+        """
         return self.layer
 
-    def forward(self, given: Tensor | RoutedFeatures, batch: Batch | None = None) -> Tensor | RoutedFeatures:
-        """Apply the layer to features [B, T, C]; add routers' counts if loads are balanced."""
-        features = given if isinstance(given, Tensor) else given[0]
+    def forward(
+        self, value: Tensor | RoutedFeatures, batch: Batch | None = None
+    ) -> Tensor | RoutedFeatures:
+        """Apply the layer to features [B, T, C].
+
+        Positions and padding come from `batch`; without them, or if it is None, each sample is one
+        document without padding. The result has the routers' counts, too, if the load of experts is
+        balanced.
+        """
+        features = value if isinstance(value, Tensor) else value[0]
         position_ids, padding = positions_of(batch), getattr(batch, "attention_mask", None)
         extra: dict[str, Any] = {}
+        # Models without an embedding of positions get them as angles.
         if self.rotary is not None:
-            extra["position_embeddings"] = self.rotary(features, position_ids=_position_ids(features, batch))
+            places = _position_ids(features, batch)
+            extra["position_embeddings"] = self.rotary(features, position_ids=places)
+        # Padding, sliding windows, and causal attention without documents go by masks.
         mask = None
-        if padding is not None or position_ids is None or not needs_no_document_mask(self._config, self._slides):
+        if (
+            padding is not None
+            or position_ids is None
+            or not needs_no_document_mask(self._config, self._slides)
+        ):
             # Positional: the name of the fourth parameter (no cache) differs between versions.
             mask = self._mask(self._config, features, padding, None, position_ids=position_ids)
+        # A hook reads the router's logits, which the layer does not return.
         logits: list[Tensor] = []
-        router = router_of(self.layer) if self._balances else None
-        hook = None if router is None else router.register_forward_hook(
-            lambda _, __, output: logits.append(output[0]))
+        router, hook = router_of(self.layer) if self._balances else None, None
+        if router is not None:
+            hook = router.register_forward_hook(lambda _, __, output: logits.append(output[0]))
         try:
-            features = self.layer(features, attention_mask=mask, position_ids=position_ids, use_cache=False, **extra)
+            features = self.layer(
+                features, attention_mask=mask, position_ids=position_ids, use_cache=False, **extra
+            )
         finally:
             if hook is not None:
                 hook.remove()
         if not logits:
-            return features if isinstance(given, Tensor) else RoutedFeatures(features, *given[1:])
-        return self._count_routing(features, logits[0], padding, None if isinstance(given, Tensor) else given)
+            return features if isinstance(value, Tensor) else RoutedFeatures(features, *value[1:])
+        before = None if isinstance(value, Tensor) else value
+        return self._count_routing(features, logits[0], padding, before)
 
-    def _count_routing(self, features: Tensor, logits: Tensor, padding: Tensor | None, given: Any) -> RoutedFeatures:
-        """Return features with the routers' counts: those in `given` plus the layer's own."""
-        # If `given` is None, no layer before has counts. The counts are computed from the router's
-        # logits as in `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do
-        # not count.
+    def _count_routing(
+        self,
+        features: Tensor,
+        logits: Tensor,
+        padding: Tensor | None,
+        before: RoutedFeatures | None,
+    ) -> RoutedFeatures:
+        """Return features, with the routing counts of `before` and of the router's `logits`."""
+        # As in `load_balancing_loss_func` of transformers. Tokens where `padding` is 0 do not
+        # count.
         experts, top = logits.shape[-1], self._config.num_experts_per_tok
         weights = logits.softmax(-1)
         best = functional.one_hot(weights.topk(top, -1).indices, experts)
@@ -110,8 +146,9 @@ class DecoderLayer(nn.Module):
             counts = padding.reshape(-1).bool()
             best, probabilities = best * counts[:, None, None], probabilities * counts[:, None]
         chosen, wanted = best.sum(0), probabilities.sum(0)
-        return RoutedFeatures(features, chosen, wanted) if given is None else \
-            RoutedFeatures(features, given[1] + chosen, given[2] + wanted)
+        if before is None:
+            return RoutedFeatures(features, chosen, wanted)
+        return RoutedFeatures(features, before[1] + chosen, before[2] + wanted)
 
 
 class Head(nn.Module):
@@ -123,16 +160,17 @@ class Head(nn.Module):
         self.lm_head = lm_head
         self._norm = name
 
-    def forward(self, given: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, T, V], with the balance loss if the model has one."""
-        features = given if isinstance(given, Tensor) else given[0]
+    def forward(self, value: Tensor | RoutedFeatures) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [B, T, V], or, if routers balance the load, logits and balance loss."""
+        features = value if isinstance(value, Tensor) else value[0]
         logits: Tensor = self.lm_head(self.get_submodule(self._norm)(features))
-        return logits if isinstance(given, Tensor) else (logits, balance_loss(given[1], given[2]))
+        return logits if isinstance(value, Tensor) else (logits, balance_loss(value[1], value[2]))
 
 
 @functools.cache
 def _recomputable_class(name: Part, kind: Any) -> Any:
     """Return a subclass of transformers' `kind` whose forward is the recomputable part `name`."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputable(name, kind.forward, self, *args, **kwargs)
 
@@ -140,13 +178,13 @@ def _recomputable_class(name: Part, kind: Any) -> Any:
 
 
 def balance_loss(chosen: Tensor, wanted: Tensor) -> Tensor:
-    """Return the loss for unequal use of experts.
+    """Return the loss for unequal use of experts, over all layers.
 
-    It is experts x sum over experts of (share of tokens x mean probability). Over all layers,
-    `chosen` has the number of tokens with each expert as their first, second, ... choice, [k, E],
-    and `wanted` the sum of each expert's probabilities, [E] (`RoutedFeatures`). Switch Transformer
-    (Fedus et al., arXiv 2101.03961), equations 4 to 6, as implemented in transformers.
+    The loss is experts x sum over experts of (share of tokens x mean probability). The arguments
+    are those of `RoutedFeatures`. Switch Transformer (Fedus et al., arXiv 2101.03961), equations 4
+    to 6, as implemented in transformers.
     """
+    # `chosen` counts k choices of each token in each layer.
     rows = (chosen.sum() // chosen.shape[0]).float()
     return ((chosen.sum(0).float() / rows) * (wanted / rows)).sum() * wanted.shape[0]
 
@@ -159,10 +197,13 @@ def router_of(layer: nn.Module) -> nn.Module | None:
 
 def _has_sliding_window(config: PreTrainedConfig, index: int) -> bool:
     kinds = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) is not None if kinds is None else kinds[index] == "sliding_attention"
+    if kinds is None:
+        return getattr(config, "sliding_window", None) is not None
+    return bool(kinds[index] == "sliding_attention")
 
 
-def _position_ids(of: Tensor, batch: Batch | None) -> Tensor:
-    """Return the position ids, [B or 1, T]. Consecutive ones, [1, T], if there are none."""
-    given = positions_of(batch)
-    return torch.arange(of.shape[1], device=of.device)[None] if given is None else given
+def _position_ids(value: Tensor, batch: Batch | None) -> Tensor:
+    positions = positions_of(batch)
+    if positions is None:
+        return torch.arange(value.shape[1], device=value.device)[None]
+    return positions

@@ -7,8 +7,8 @@ scaled_dot_product_attention is used.
 
 **Experts** as grouped products: tokens are sorted by expert, so that no shape depends on the
 routing. A rank of a worker may have some of the experts (`runtime.models.hugging_face.parallel`).
-Tokens that have chosen experts of other ranks, of which there may be any number, are sorted behind
-those of this rank and add nothing.
+Any number of tokens may choose experts of other ranks; these tokens are sorted behind this rank's,
+and add nothing.
 """
 
 from functools import partial
@@ -36,21 +36,35 @@ def register_attention() -> None:
 
 
 def needs_no_document_mask(config: PreTrainedConfig, slides: bool) -> bool:
-    """Return whether a layer attends to each document separately, and so needs no mask. `slides`
-    tells whether its attention has a sliding window, which needs masks."""
+    """Return whether a layer attends to each document separately, without a mask for them.
+
+    Padding needs a mask even so. `slides` is True for attention within a sliding window.
+    """
+    # Sliding windows need masks.
     return config._attn_implementation == ATTENTION_NAME and not slides
 
 
-def _attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-            position_ids: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
-    """Return the attention [B, T, heads, K] and None for weights, as transformers expects."""
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    # The attention is [B, T, heads, K]; transformers expects its weights, too, or None.
+    # With a mask, or without documents, transformers' own attention does.
     if attention_mask is not None or position_ids is None:
-        output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **more)[0]
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         return output, None
-    return attend_by_document(partial(_run_sdpa, module, **more), position_ids, query, key, value).transpose(1, 2), None
+    attend = partial(_run_sdpa, module, **more)
+    return attend_by_document(attend, position_ids, query, key, value).transpose(1, 2), None
 
 
-def _run_sdpa(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+def _run_sdpa(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **more: Any
+) -> Tensor:
     """Compute transformers' causal attention without a mask, and return [B, heads, T, K]."""
     output: Tensor = sdpa_attention_forward(module, query, key, value, None, **more)[0]
     return output.transpose(1, 2)
@@ -60,11 +74,13 @@ EXPERTS_NAME = "slipstream"
 """Name of `run_experts` in transformers, as `experts_implementation`."""
 
 
-def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def run_experts(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Return the weighted sum, [N, C], of the results of each token's experts.
 
-    If the module has only some of the experts, beginning with `first_expert`, the result is the
-    share of these.
+    If the module has only some of the experts, beginning with `first_expert`, only these are
+    summed.
 
     Parameters
     ----------
@@ -76,19 +92,26 @@ def run_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
         Numbers of the k experts of each token, and their weights in the sum, [N, k].
     """
     experts: Any = self
-    (tokens, choices), every, here = top_k_index.shape, experts.num_experts, experts.gate_up_proj.shape[0]
+    tokens, choices = top_k_index.shape
+    every, here = experts.num_experts, experts.gate_up_proj.shape[0]
+
+    # Rows are pairs of token and choice, sorted by expert. This rank's experts come first.
     own_first = (top_k_index - getattr(experts, "first_expert", 0)) % every
     rows = tokens * min(choices, here)  # a token chooses an expert at most once
     order = own_first.flatten().argsort(stable=True)[:rows]
     ends = functional.one_hot(own_first, every).sum((0, 1))[:here].cumsum(0).int()
     outside = None if here == every else torch.arange(rows, device=ends.device)[:, None] >= ends[-1]
     groups = ExpertGroups(ends, outside, tokens * choices * here // every)
+
+    # The MLP of each row's expert.
     value = hidden_states[order // choices]
     if torch.is_autocast_enabled(value.device.type) and value.dtype == torch.float32:
         value = value.to(torch.get_autocast_dtype(value.device.type))
     gate, up = grouped_linear(value, experts.gate_up_proj, groups).chunk(2, -1)
-    given = grouped_linear(experts.act_fn(gate) * up, experts.down_proj, groups)
-    weighted = given * top_k_weights.flatten()[order, None]
+    down = grouped_linear(experts.act_fn(gate) * up, experts.down_proj, groups)
+
+    # The weighted sum over each token's choices; those of other ranks' experts add nothing.
+    weighted = down * top_k_weights.flatten()[order, None]
     allocate = weighted.new_empty if rows == tokens * choices else weighted.new_zeros
     result = allocate((tokens * choices, weighted.shape[1])).index_copy(0, order, weighted)
     return result.view(tokens, choices, -1).sum(1).to(hidden_states.dtype)

@@ -1,10 +1,9 @@
-"""Use torchtitan's models by name, each layer its own decoder without other modules.
+"""Use torchtitan's models by name; each layer is a decoder with this layer's modules only.
 
     specification   the model that `[model] torchtitan` names; which can be cut into layers
     model           the `LayeredModel`, also over the ranks of a worker; torchtitan's checkpoints
     experts         mixtures of experts: tokens counted in the backward, and a rule for the bias
     training        the configuration of torchtitan's Trainer, as the configuration of a run
-    trainer_state   the state of torchtitan's Trainer, as a run's checkpoint, and back
 
 Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not
 installed.
@@ -16,5 +15,6 @@ from slipstream.runtime.errors import first_line
 try:
     import torchtitan.trainer  # noqa: F401
 except ImportError as error:
-    raise ConfigError(f"torchtitan 0.3.0 is needed: {first_line(error)}; pip install -e '.[torchtitan]'"
-                      ) from None
+    raise ConfigError(
+        f"torchtitan 0.3.0 is needed: {first_line(error)}; pip install -e '.[torchtitan]'"
+    ) from None

@@ -1,11 +1,11 @@
 """Use torchtitan's mixtures of experts as layers of this runtime.
 
-torchtitan counts the tokens of each expert in the forward, and before a step raises the bias by
-which tokens choose experts where there were few. Here the bias is a parameter, the token counts are
-its gradient, and a rule steps it (`runtime.models.step_rules`). So tokens are counted once,
-although a forward may be discarded or run again. The counts are summed over all workers, and the
-steps of the bias can be undone, and are moved and saved with the layer. Products are torchtitan's,
-in bfloat16 for any dtype of the parameters; gradients of experts' weights are computed in W.
+torchtitan counts the tokens of each expert in the forward. Before a step it changes the bias by
+which tokens choose experts: up for experts with few tokens. Here the bias is a parameter, the token
+counts are its gradient, and a rule steps it (`runtime.models.step_rules`). So tokens are counted
+once, although a forward may be discarded or run again. The counts are summed over all workers; the
+bias is moved and saved with the layer, and its steps can be undone. Products are torchtitan's, in
+bfloat16 for any dtype of the parameters; W computes the gradients of experts' weights.
 """
 
 from functools import cache, partial
@@ -19,21 +19,22 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from slipstream.runtime.models.grouped_products import ExpertGroups, grouped_linear
 from slipstream.runtime.models.step_rules import StepRule, leave_gradient
 
-_BIAS, _TOKENS = "expert_bias_E", "tokens_per_expert_E"
+_BIAS = "expert_bias_E"
+_TOKENS = "tokens_per_expert_E"
 
 
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
-    """Change mixtures of experts in a layer, in place; return their biases' rules.
+    """Make a layer's mixtures of experts count tokens; return rules of their biases, by name.
 
-    The layer is on the meta device. The rules are by the bias's name. After the change, their
-    backward adds the number of tokens of each expert to the gradient of the bias, which routers add
-    to the experts' scores, and leaves the gradients of the experts' weights to W.
+    The layer, on the meta device, is changed in place. The backward then adds the tokens of each
+    expert to the gradient of the bias, and leaves the gradients of the experts' weights to W.
     """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):
         if type(module) is GroupedExperts:
             module.__class__ = _Experts
         if isinstance(module, MoE) and module.load_balance_coeff is not None:
+            # torchtitan's buffer becomes a parameter of the same name.
             bias = module._buffers.pop(_BIAS)
             assert bias is not None
             setattr(module, _BIAS, nn.Parameter(torch.zeros_like(bias)))
@@ -45,20 +46,16 @@ def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
 
 @cache
 def _counting_class(kind: Any) -> Any:
-    """Return a subclass of torchtitan's mixture `kind` that counts tokens in the backward."""
     return type(kind.__name__, (_CountingMixin, kind), {})
 
 
 class _CountingMixin(nn.Module):
-    """Mixin for torchtitan's mixtures that counts, in each forward, each expert's tokens."""
+    """Mixin for `MoE` whose backward adds each expert's token count to the bias's gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the mixture to features [B, L, D].
-
-        In training, the backward then adds the number of tokens that each expert got in this
-        forward to the gradient of the routers' bias [experts].
-        """
+        """Apply the mixture to features [B, L, D]; in training, the backward adds tokens up."""
         bias: nn.Parameter = getattr(self, _BIAS)
+        # torchtitan adds to this tensor in the forward, before any backward reads it.
         tokens = torch.zeros_like(bias, requires_grad=False)
         setattr(self, _TOKENS, tokens)
         output: Tensor = super().forward(x)
@@ -72,7 +69,7 @@ class _CountingMixin(nn.Module):
 
 
 def _move_bias(coefficient: float, bias: Tensor, tokens: Tensor) -> None:
-    """Change the experts' `bias` in place: up for experts with few tokens, down for others."""
+    """Change the experts' `bias` in place: up for experts with few tokens, else down."""
     # `tokens` has the number of each expert, and `coefficient` the size of the change before its
     # mean over experts is subtracted.
     change = coefficient * torch.sign(tokens.mean() - tokens)
@@ -83,9 +80,9 @@ class _Experts(GroupedExperts):  # type: ignore[misc]
     """torchtitan's experts as grouped products whose weight gradients are computed in W."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Apply to each row of features [R, D] the MLP of its expert. Rows are sorted by expert."""
+        """Apply to rows [R, D] of features, sorted by expert, their experts' MLPs."""
         groups = ExpertGroups(num_tokens_per_expert_E.cumsum(0).int(), None, len(x_RD))
         # Cast twice, as in torchtitan, so that the two gradients are not summed in bfloat16.
-        hidden = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups)) * grouped_linear(
-            x_RD.bfloat16(), self.w3_EFD, groups)
-        return grouped_linear(hidden, self.w2_EDF, groups).type_as(x_RD)
+        gate = functional.silu(grouped_linear(x_RD.bfloat16(), self.w1_EFD, groups))
+        up = grouped_linear(x_RD.bfloat16(), self.w3_EFD, groups)
+        return grouped_linear(gate * up, self.w2_EDF, groups).type_as(x_RD)

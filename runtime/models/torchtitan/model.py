@@ -1,5 +1,7 @@
-"""Build a decoder of torchtitan as a `LayeredModel`: embedding, decoders, norm and head. Over the
-ranks of a worker, layers are cut by torchtitan's own declarations, as DTensors."""
+"""Build a decoder of torchtitan as a `LayeredModel`: embedding, decoders, norm and head.
+
+Over the ranks of a worker, layers are cut as torchtitan declares it, into DTensors.
+"""
 
 import copy
 import functools
@@ -37,10 +39,14 @@ from slipstream.runtime.torch_private import remove_state_hooks
 
 
 class TorchtitanModel:
-    """Model that `[model] torchtitan` names, a `LayeredModel`. Parameters have the same names as in
-    torchtitan. Raises ConfigError if the model cannot be used."""
+    """`LayeredModel` for the model that `[model] torchtitan` names.
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    Parameters have the same names as in torchtitan. Raises ConfigError if the model cannot be used.
+    """
+
+    def __init__(
+        self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._seed, self._dtype, self.device = seed, dtype, device
         with GENERATOR_LOCK:
             self._trainer = trainer_config(config)
@@ -50,20 +56,27 @@ class TorchtitanModel:
         self.layers = len(self._config.layers) + 2
         places = self._trainer.training.seq_len
         if config.context > places:
-            raise ConfigError(f"model.context is {config.context}; the model of {MODEL_KEY} has {places} positions")
+            raise ConfigError(
+                f"model.context is {config.context}; the model of {MODEL_KEY} has {places} "
+                "positions"
+            )
         folder = config.options.get("checkpoint")
         self._folder = None if folder is None else Path(folder)
-        self._kind = type("Layer", (_LayerMixin, type(self._sample)), {
-            "_masks": _MaskCache() if needs_masks(self._trainer) else None})
-        # The initial value is that of the head, which the embedding shares.
-        self.shared = ((f"{self.layers - 1}.lm_head.weight", "0.tok_embeddings.weight"),) \
-            if self._config.enable_weight_tying else ()
+        self._kind = type(
+            "Layer",
+            (_LayerMixin, type(self._sample)),
+            {"_masks": _MaskCache() if needs_masks(self._trainer) else None},
+        )
+        self.shared: tuple[tuple[str, str], ...] = ()
+        if self._config.enable_weight_tying:
+            # The initial value is that of the head, which the embedding shares.
+            self.shared = ((f"{self.layers - 1}.lm_head.weight", "0.tok_embeddings.weight"),)
 
     def build(self, layer: int) -> nn.Module:
         """Build one layer, initialised by torchtitan or from a checkpoint.
 
-        Raises IndexError if the model has no such layer, and ConfigError if the checkpoint does not
-        fit or the layer cannot be cut over the ranks.
+        Raises IndexError if there is no such layer, and ConfigError if the checkpoint does not fit
+        or the layer cannot be cut over the ranks.
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
@@ -76,10 +89,14 @@ class TorchtitanModel:
                     module.init_states()  # type: ignore[operator]
                 if self._folder is not None and not is_uninitialized():
                     _load_layer(module, self._folder)
+            # All ranks have the whole layer now, with equal values, and keep their parts.
             if worker_group() is not None:
-                require_no_experts(self._trainer, "tensor_parallel, which its experts are not cut for", "1")
+                require_no_experts(
+                    self._trainer, "tensor_parallel, which its experts are not cut for", "1"
+                )
                 module = cut_over_ranks(module, self._build_on_meta(layer), device)
-            # Hooks would split fused products in the state; the runtime needs each parameter as it is stepped.
+            # Hooks would split fused products in the state; the runtime needs each parameter as it
+            # is stepped.
             remove_state_hooks(module)
         module.again = functools.partial(self.build, layer)  # type: ignore[assignment]
         return module
@@ -89,10 +106,12 @@ class TorchtitanModel:
         return cross_entropy(output, target)
 
     def rename_for_checkpoint(self, layer: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a layer's parameters by torchtitan's names; `state` has them by the layer's."""
+        """Rename and split a layer's tensors as in torchtitan's checkpoints."""
         module = self._build_on_meta(layer)
+        # torchtitan's hooks rename and split when the state is read.
         for name, parameter in list(module.named_parameters()):
-            replace_tensor(module, name, nn.Parameter(state[name], requires_grad=parameter.requires_grad))
+            value = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
+            replace_tensor(module, name, value)
         return dict(module.state_dict())
 
     def _build_on_meta(self, layer: int) -> Any:
@@ -100,13 +119,17 @@ class TorchtitanModel:
         module = copy.copy(self._sample)
         first, last, index = layer == 0, layer == self.layers - 1, layer - 1
         with torch.device("meta"):
+            decoders = {}
+            if not first and not last:
+                decoders[str(index)] = self._config.layers[index].build()
             module._modules = {
                 "tok_embeddings": self._config.tok_embeddings.build() if first else None,
-                "layers": type(self._sample.layers)({} if first or last else {
-                    str(index): self._config.layers[index].build()}),
+                "layers": type(self._sample.layers)(decoders),
                 "norm": self._config.norm.build() if last else None,
-                "lm_head": self._config.lm_head.build() if last else None}
-        module.__class__, module.enable_weight_tying = self._kind, False  # the runtime ties shared parameters
+                "lm_head": self._config.lm_head.build() if last else None,
+            }
+        # The runtime ties shared parameters.
+        module.__class__, module.enable_weight_tying = self._kind, False
         for parameter in module.parameters():  # not buffers: rotation buffers are complex
             parameter.data = parameter.data.to(self._dtype)
         module.step_rules = count_tokens_in_backward(module)
@@ -118,7 +141,7 @@ class _LayerMixin(nn.Module):
 
     _masks: "_MaskCache | None"
     again: Callable[[], nn.Module]
-    """Function that builds the same layer on the meta device."""
+    """Function that builds the same layer again, on torch's default device."""
     layers: nn.ModuleDict
 
     @property
@@ -126,36 +149,36 @@ class _LayerMixin(nn.Module):
         """Decoder layer that is compiled, as in torchtitan; None if there is none."""
         return next(iter(self.layers.values()), None)
 
-    def forward(self, given: Tensor, batch: Batch | None = None) -> Tensor:
-        """Apply the layer to tokens or features. Both they and the result are whole on all
-        ranks."""
-        return as_plain_tensor(self._run_decoder(as_replicated(given, self), batch))
+    def forward(self, value: Tensor, batch: Batch | None = None) -> Tensor:
+        """Apply the layer to tokens or features, of which each rank has all."""
+        return as_plain_tensor(self._run_decoder(as_replicated(value, self), batch))
 
     def __deepcopy__(self, _: object) -> nn.Module:
         with torch.device("meta"):
             return copy_to_twin(self, self.again())
 
-    def _run_decoder(self, given: Tensor, batch: Batch | None) -> Tensor:
-        """Run torchtitan's decoder with the micro-batch's positions and, if needed, masks."""
+    def _run_decoder(self, value: Tensor, batch: Batch | None) -> Tensor:
         positions = getattr(batch, "positions", None)
         if not self.layers or self._masks is None:
-            output: Tensor = super().forward(given, positions=positions)
-        else:
-            if positions is None:
-                positions = torch.arange(given.shape[1], device=given.device).expand(given.shape[:2])
-            output = super().forward(given, positions=positions,
-                                     attention_masks=self._masks.get_masks(self, positions))
-        return output
+            output: Tensor = super().forward(value, positions=positions)
+            return output
+        # Without documents, each row is one.
+        if positions is None:
+            places = torch.arange(value.shape[1], device=value.device)
+            positions = places.expand(value.shape[:2])
+        masks = self._masks.get_masks(self, positions)
+        masked: Tensor = super().forward(value, positions=positions, attention_masks=masks)
+        return masked
 
 
 class _MaskCache:
-    """Attention masks of the last micro-batch, which the layers of a worker share."""
+    """Attention masks of the last micro-batch, which all layers of a worker use."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], Any] | None = None
 
     def get_masks(self, model: Any, positions: Tensor) -> Any:
-        """Return the masks that `model` makes of positions [B, T], which restart in documents."""
+        """Return the masks that `model` makes of positions in documents, [B, T]."""
         last = self._last
         if last is not None and last[0]() is positions:
             return last[1]
@@ -166,65 +189,81 @@ class _MaskCache:
 
 
 def _load_layer(module: nn.Module, folder: Path) -> None:
-    """Load a layer's parameters from a checkpoint that torchtitan has written."""
     # Raises ConfigError if the checkpoint lacks them, or has them in another form.
     state = module.state_dict()
     try:
         load(state, checkpoint_id=folder, no_dist=True)
         module.load_state_dict(state)
-    except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise ConfigError(f"{MODEL_KEY}: model.options.checkpoint is {str(folder)!r}, of which "
-                          f"{next(iter(state), 'nothing')!r} and others of its layer cannot be read: "
-                          f"{first_line(cause)}; expected a folder step-N that torchtitan has written") from None
+    # CheckpointException does not derive from Exception.
+    except (Exception, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause, _ = next(iter(error.failures.values()))
+        raise ConfigError(
+            f"{MODEL_KEY}: model.options.checkpoint is {str(folder)!r}, of which "
+            f"{next(iter(state), 'nothing')!r} and others of its layer cannot be read: "
+            f"{first_line(cause)}; expected a folder step-N that torchtitan has written"
+        ) from None
 
 
 def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Module:
-    """Return this rank's part of a layer: `parts`, the layer on meta, cut and filled.
+    """Cut `parts`, the layer without values, to this rank's part; fill and return it.
 
-    All ranks build the same `layer`, from which it is filled, so nothing is sent. If `device` is
-    the meta device, nothing is filled. Raises ConfigError if the layer cannot be cut.
+    `parts` is on the meta device. The values are from `layer`, which all ranks build alike, so
+    nothing is sent. If `device` is the meta device, nothing is filled. Raises ConfigError if the
+    layer cannot be cut.
     """
     group = worker_group()
     assert group is not None
-    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, (group.size(),), mesh_dim_names=("tp",))
-    parts.parallelize(ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=group.size(), pp=1, ep=1,
-                                   world_size=group.size(), spmd_backend="partial_dtensor",
-                                   _single_axis_meshes={"tp": mesh}))
+    mesh = init_device_mesh(
+        "cpu" if device.type == "meta" else device.type, (group.size(),), mesh_dim_names=("tp",)
+    )
+    # torchtitan's declarations cut, over an axis of tensor parallelism alone.
+    parts.parallelize(
+        ParallelDims(
+            dp_replicate=1,
+            dp_shard=1,
+            cp=1,
+            tp=group.size(),
+            pp=1,
+            ep=1,
+            world_size=group.size(),
+            spmd_backend="partial_dtensor",
+            _single_axis_meshes={"tp": mesh},
+        )
+    )
     if device.type == "meta":
         return cast(nn.Module, parts)
     parts.to_empty(device=device)
+    # Each rank takes its part of the values that it has anyway.
     full_tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     with torch.no_grad():
         for name, part in (*parts.named_parameters(), *parts.named_buffers()):
-            _local_part(part).copy_(_local_part(distribute_tensor(full_tensors[name], mesh, part.placements,
-                                                                  src_data_rank=None)
-                                                if isinstance(part, DTensor) else full_tensors[name]))
+            source = full_tensors[name]
+            if isinstance(part, DTensor):
+                source = distribute_tensor(source, mesh, part.placements, src_data_rank=None)
+            _local_part(part).copy_(_local_part(source))
     return cast(nn.Module, parts)
 
 
-def as_replicated(given: Tensor, module: nn.Module) -> Tensor:
-    """Wrap features that are equal on all ranks in a DTensor, if `module` is cut."""
+def as_replicated(value: Tensor, module: nn.Module) -> Tensor:
+    """Return features as a DTensor replicated on all ranks if `module` is cut, else unchanged."""
+    # Tokens are used as indices, and need no DTensor.
     placed: Placements = getattr(module, "placed", {})
-    if not placed or not given.is_floating_point():
-        return given
+    if not placed or not value.is_floating_point():
+        return value
     mesh, _ = next(iter(placed.values()))
-    return DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
 
 
-def as_plain_tensor(found: Tensor) -> Tensor:
-    """Return a DTensor as a plain tensor, whole on all ranks. A plain one as it is."""
-    if not isinstance(found, DTensor):
-        return found
-    return found.full_tensor()
+def as_plain_tensor(tensor: Tensor) -> Tensor:
+    """Return a plain tensor; a DTensor is joined from all ranks' parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def copy_to_twin(layer: nn.Module, twin: nn.Module) -> nn.Module:
-    """Give `twin`, the same layer on the meta device, a layer's parameters and buffers.
-
-    Returns the twin. A deep copy would not do: torchtitan gives each module a forward that is bound
-    to that module, not to its copy.
-    """
+    """Give `twin`, the same layer on the meta device, the tensors of `layer`; return it."""
+    # A deep copy would not do: torchtitan gives each module a forward that is bound to that module.
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         replace_tensor(twin, name, tensor)
     twin.placed, twin.shards = layer.placed, layer.shards

@@ -9,10 +9,12 @@ from tests.general import layers_moved
 from tests.generate import planned
 
 COLOURS = """(() => {
-    const { base } = timeline.painter, data = base.getContext("2d").getImageData(0, 0, base.width, base.height).data;
+    const { base } = timeline.painter;
+    const { data } = base.getContext("2d").getImageData(0, 0, base.width, base.height);
     const seen = {};
     for (let i = 0; i < data.length; i += 4) {
-        const name = "#" + [data[i], data[i + 1], data[i + 2]].map((c) => c.toString(16).padStart(2, "0")).join("");
+        const parts = [data[i], data[i + 1], data[i + 2]];
+        const name = "#" + parts.map((c) => c.toString(16).padStart(2, "0")).join("");
         seen[name] = (seen[name] ?? 0) + 1;
     }
     return seen; })()"""
@@ -46,15 +48,15 @@ def test_numbers_and_legend(page, schedule):
 
 
 def test_memory_strip(page):
-    held = "#8096ad"
-    assert page.js(COLOURS)[held] > 200
+    memory_colour = "#8096ad"
+    assert page.js(COLOURS)[memory_colour] > 200
     page.click_on("#memory")
     page.frame()
-    assert held not in page.js(COLOURS)
+    assert memory_colour not in page.js(COLOURS)
     page.js("timeline.chart.focus()")
     page.key("m")
     page.frame()
-    assert page.js(COLOURS)[held] > 200
+    assert page.js(COLOURS)[memory_colour] > 200
     assert "of 8" in page.js("timeline.rows.find((row) => row.seat).peak")
 
 
@@ -65,33 +67,65 @@ def test_scale_factor(chromium, tmp_path, schedule):
 
 
 def long_schedule(workers, microbatches):
-    """Not valid, but long: workers that run F, I and W in turn, each by a program of its own."""
+    """A schedule that is long, but not valid.
+
+    Workers run F, I and W in turn, each by a program of its own.
+    """
     length = 3
-    ops = [tuple(ProgramOp(kind, 0, m, (m * 3 + place) * length + m % (w + 2), 1 if m % 17 == w % 17 and w else None)
-                 for m in range(microbatches) for place, kind in enumerate((OpKind.F, OpKind.I, OpKind.W)))
-           for w in range(workers)]
-    shape = Grid(pipelines=workers, columns=1, microbatches=(microbatches,) * workers, stages=(VirtualStage(column=0),))
-    base = planned(parse_job("pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 2\nbackward_input = 2\n"
-                             "backward_weight = 2"))
+    ops = []
+    for w in range(workers):
+        program = []
+        for m in range(microbatches):
+            for place, kind in enumerate((OpKind.F, OpKind.I, OpKind.W)):
+                start = (m * 3 + place) * length + m % (w + 2)
+                program.append(ProgramOp(kind, 0, m, start, 1 if m % 17 == w % 17 and w else None))
+        ops.append(tuple(program))
+    shape = Grid(
+        pipelines=workers,
+        columns=1,
+        microbatches=(microbatches,) * workers,
+        stages=(VirtualStage(column=0),),
+    )
+    base = planned(
+        parse_job(
+            "pipelines = 1\nstages = 1\nmicrobatches = 1\n[time]\nforward = 2\nbackward_input = 2\n"
+            "backward_weight = 2"
+        )
+    )
     times = replace(base.times, forward=(2,), backward_input=(2,), backward_weight=(2,))
-    return replace(base, grid=shape, times=times, programs=tuple(ops), period_ticks=9 * microbatches,
-                   seats=tuple(Seat(Worker(w, 0), Worker(w, 0), w) for w in range(workers)))
+    return replace(
+        base,
+        grid=shape,
+        times=times,
+        programs=tuple(ops),
+        period_ticks=9 * microbatches,
+        seats=tuple(Seat(Worker(w, 0), Worker(w, 0), w) for w in range(workers)),
+    )
 
 
 def test_a_hundred_thousand_ops(chromium, tmp_path):
-    """Zooming and panning draws as many shapes as the screen has room for: counted, not timed."""
+    """Zooming and panning draws as many shapes as the screen has room for.
+
+    They are counted, not timed.
+    """
     with chromium.open(write_page(tmp_path, long_schedule(64, 530))) as page:
         page.frame()
         drawn = page.js("""(async () => {
             let shapes = 0;
-            for (const name of ["fillRect", "strokeRect", "rect", "lineTo", "fillText", "drawImage"]) {
+            const calls = ["fillRect", "strokeRect", "rect", "lineTo", "fillText", "drawImage"];
+            for (const name of calls) {
                 const draw = CanvasRenderingContext2D.prototype[name];
-                CanvasRenderingContext2D.prototype[name] = function (...given) { shapes++; draw.apply(this, given); };
+                CanvasRenderingContext2D.prototype[name] = function (...given) {
+                    shapes++;
+                    draw.apply(this, given);
+                };
             }
             const frames = [];
             for (let i = 0; i < 40; i++) {
                 const before = shapes;
-                if (i < 20) timeline.zoom(0.75, 700); else if (i < 30) timeline.pan(0.1); else timeline.zoom(1.9, 500);
+                if (i < 20) timeline.zoom(0.75, 700);
+                else if (i < 30) timeline.pan(0.1);
+                else timeline.zoom(1.9, 500);
                 await new Promise(requestAnimationFrame);
                 frames.push(shapes - before);
             }
@@ -100,14 +134,25 @@ def test_a_hundred_thousand_ops(chromium, tmp_path):
 
 
 def test_colours_of_pipelines_and_layers_moved(chromium, tmp_path):
-    """Of origin: blue, orange, ... by pipeline; shed ops have dashed frames, re-routed ones are hatched."""
+    """Of origin: blue, orange, ...
+
+    by pipeline; shed ops have dashed frames, re-routed ones are hatched.
+    """
     with chromium.open(write_page(tmp_path, layers_moved())) as page:
         page.frame()
         legend = page.js("document.getElementById('legend').innerText")
-        assert "re-routed: f1.3" in legend and "shed: the same" in legend and "layers 4 to 6, no whole stage" in legend
+        assert (
+            "re-routed: f1.3" in legend
+            and "shed: the same" in legend
+            and "layers 4 to 6, no whole stage" in legend
+        )
         card = page.js("document.querySelector('.card').innerText.replace(/\\s+/g, ' ')")
         assert "re-routed 2 shed 1" in card
-        assert page.js("timeline.rows.filter((row) => row.seat).map((row) => row.label)") == ["0.0", "0.1", "1.0 [0–2]"]
+        assert page.js("timeline.rows.filter((row) => row.seat).map((row) => row.label)") == [
+            "0.0",
+            "0.1",
+            "1.0 [0–2]",
+        ]
         kinds = page.js(COLOURS)
         assert kinds["#009e73"] > 200 and "pipeline 0" not in legend
         page.js("timeline.chart.focus()")
@@ -118,9 +163,13 @@ def test_colours_of_pipelines_and_layers_moved(chromium, tmp_path):
         assert "pipeline 0" in page.js("document.getElementById('legend').innerText")
         assert page.js("element('colour').value") == "origin"
         page.js("timeline.set('equal', true)")
-        facts = "(() => { const p = timeline.panels[0]; timeline.choose(p.find(F, %s)); " \
-                "return document.getElementById('facts').innerText; })()"
-        shed, rerouted, part = (page.js(facts % which) for which in ("0, 0, 1", "3, 1, 0", "2, 1, 0"))
+        facts = (
+            "(() => { const p = timeline.panels[0]; timeline.choose(p.find(F, %s)); "
+            "return document.getElementById('facts').innerText; })()"
+        )
+        shed, rerouted, part = (
+            page.js(facts % which) for which in ("0, 0, 1", "3, 1, 0", "2, 1, 0")
+        )
         assert "its own worker 0.0 is alive" in shed and "holds\nlayers 0 to 2" in shed
         assert "its own worker 1.1 is down" in rerouted and "slice\nlayer 3" in rerouted
         assert "F(micro-batch 1.0, layers 0 to 2) on 1.0" in part

@@ -15,7 +15,9 @@ def test_hover(page):
     host = "2.2" if "on 2.2" in tip else "0.2"
     assert f"F(micro-batch 1.1, stage 2) on {host}" in tip and f"host worker {host}" in tip
     assert "its own worker 1.2 is down" in tip and "waits for" in tip
-    assert "its input: F(micro-batch 1.1, stage 1) on 1.1" in tip and "start" in tip and "end" in tip
+    assert (
+        "its input: F(micro-batch 1.1, stage 1) on 1.1" in tip and "start" in tip and "end" in tip
+    )
     page.move(5, 5)
     assert page.js("document.getElementById('tip').hidden")
 
@@ -53,7 +55,8 @@ def test_zoom_and_pan(page):
         page.wheel(x, y, dy=-120)
     page.frame()
     assert span(page) < whole / 2
-    assert middle(page, "F", 1, 1, 3)[0] == pytest.approx(x, abs=40)  # what is under the pointer stays there
+    # What is under the pointer stays there.
+    assert middle(page, "F", 1, 1, 3)[0] == pytest.approx(x, abs=40)
     before = page.js("timeline.times.t0")
     page.drag((x, y), (x - 60, y), (x - 200, y))
     assert page.js("timeline.times.t0") > before and chosen(page) is None
@@ -90,7 +93,11 @@ def test_equal_pipelines_once(chromium, tmp_path):
     """200 pipelines, one broken: a few rows; following a hidden one shows all again."""
     with chromium.open(write_page(tmp_path, planned(grid(200, 2, 4), [Worker(150, 1)]))) as page:
         heads = page.js("timeline.rows.filter((row) => row.head).map((row) => row.head)")
-        assert len(heads) < 10 and any("the same programs" in head for head in heads) and "Pipeline 150" in heads
+        assert (
+            len(heads) < 10
+            and any("the same programs" in head for head in heads)
+            and "Pipeline 150" in heads
+        )
         page.key("d")
         assert page.js("document.getElementById('said').textContent") == "Worker 150.1 is down"
         hidden = page.js("""[...Array(200).keys()].find((pipeline) =>
@@ -129,14 +136,29 @@ def test_keyboard_alone(page):
     for _ in range(16):
         page.key("Tab")
         seen.add(page.js("document.activeElement.id"))
-    assert {"group", "path", "memory", "find", "out", "in", "whole", "theme", "ask", "chart", "close"} <= seen
+    assert {
+        "group",
+        "path",
+        "memory",
+        "find",
+        "out",
+        "in",
+        "whole",
+        "theme",
+        "ask",
+        "chart",
+        "close",
+    } <= seen
 
 
 def test_planned_beside_measured(chromium, tmp_path, schedule):
     iterations = [measured_of(schedule, 3, 1.2), measured_of(schedule, 4, 1.4)]
     with chromium.open(write_page(tmp_path, schedule, measured=iterations)) as page:
         page.frame()
-        assert page.js("timeline.shown.map((panel) => panel.name)") == ["schedule 0", "measured, iteration 4"]
+        assert page.js("timeline.shown.map((panel) => panel.name)") == [
+            "schedule 0",
+            "measured, iteration 4",
+        ]
         page.key("b")
         labels = page.js("timeline.rows.filter((row) => !row.head).map((row) => row.label)")
         assert labels[:4] == ["0.0 A", "0.0 C", "0.1 A", "0.1 C"]
@@ -150,23 +172,34 @@ def test_planned_beside_measured(chromium, tmp_path, schedule):
 
 
 @pytest.mark.parametrize(("width", "share"), [(1400, 0.4), (500, 0.2)])
-def test_most_of_the_screen_is_for_the_rows_of_two_schedules(width, share, chromium, tmp_path, schedule):
+def test_most_of_the_screen_is_for_the_rows_of_two_schedules(
+    width, share, chromium, tmp_path, schedule
+):
     with chromium.open(write_page(tmp_path, schedule, schedule), width=width, height=850) as page:
         page.frame()
-        assert page.js("document.getElementById('chart').getBoundingClientRect().top / innerHeight") < share
+        assert (
+            page.js("document.getElementById('chart').getBoundingClientRect().top / innerHeight")
+            < share
+        )
         clipped = page.js("""[...document.querySelectorAll('#tools select')].filter(select => {
             const longest = Math.max(...[...select.options].map(option => option.text.length));
-            return !select.closest('[hidden]') && select.getBoundingClientRect().width < 6 * longest; }).length""")
+            const width = select.getBoundingClientRect().width;
+            return !select.closest('[hidden]') && width < 6 * longest; }).length""")
         assert clipped == 0
 
 
 def test_no_label_of_a_re_routed_op_is_hatched(page):
     plates, hatched = page.js("""(() => {
-        const painter = timeline.painter, batch = new Batch(), found = [], add = batch.add.bind(batch);
-        batch.add = (fill, x, y, w, h) => { if (fill === 'hatch') found.push([x, w]); add(fill, x, y, w, h); };
+        const painter = timeline.painter, batch = new Batch(), found = [];
+        const add = batch.add.bind(batch);
+        batch.add = (fill, x, y, w, h) => {
+            if (fill === 'hatch') found.push([x, w]);
+            add(fill, x, y, w, h);
+        };
         painter.batch = batch;
         for (const row of timeline.rows.filter(one => one.seat)) painter.paintStrip(row, 0);
         const plates = batch.texts.filter(([, , , plate]) => plate);
         return [plates.length, plates.filter(([text, x]) => found.some(
-            ([left, width]) => left < x && x < left + width && width - text.length * LETTER < 18)).length]; })()""")
+            ([left, width]) => left < x && x < left + width
+                && width - text.length * LETTER < 18)).length]; })()""")
     assert plates and not hatched

@@ -1,4 +1,7 @@
-"""The true optimum of tiny jobs over all layouts, by enumeration; shares no code with the planner."""
+"""The true optimum of tiny jobs over all layouts, by enumeration.
+
+It shares no code with the planner.
+"""
 
 import itertools
 from collections import defaultdict
@@ -8,29 +11,51 @@ Op = tuple[str, int, int]
 """(F or B, layer, micro-batch)."""
 
 
-def optimal_period_of_any_layout(backward: Sequence[int], forward: Sequence[int], steps: Sequence[int], *, workers: int,
-                                 microbatches: int, transfer: int) -> int:
-    """The least period of fused plans with a staggered optimizer, over who runs which layer of which micro-batch and
-    every order of ops. Workers hold the layers that they run; reductions take no time. Slices of one layer each are the
-    most general: longer ones are two of them in a row.
+def optimal_period_of_any_layout(
+    backward: Sequence[int],
+    forward: Sequence[int],
+    steps: Sequence[int],
+    *,
+    workers: int,
+    microbatches: int,
+    transfer: int,
+) -> int:
+    """The least period of fused plans with a staggered optimizer.
+
+    It is over who runs which layer of which micro-batch and every order of ops. Workers hold the
+    layers that they run; reductions take no time. Slices of one layer each are the most general:
+    longer ones are two of them in a row.
     """
     layers, total = len(forward), range(microbatches)
-    cost = {(kind, layer, batch): times[layer] for kind, times in (("F", forward), ("B", backward))
-            for layer in range(layers) for batch in total}
+    cost = {
+        (kind, layer, batch): times[layer]
+        for kind, times in (("F", forward), ("B", backward))
+        for layer in range(layers)
+        for batch in total
+    }
     units = [(layer, batch) for batch in total for layer in range(layers)]
     best = sum(cost.values()) + sum(steps)  # one worker runs all
     for choice in itertools.product(range(workers), repeat=len(units)):
         host = dict(zip(units, choice, strict=True))
-        held = {worker: {layer for (layer, _), one in host.items() if one == worker} for worker in set(choice)}
-        closing = {worker: sum(steps[layer] for layer in of) for worker, of in held.items()}
-        least = max(closing[worker] + sum(cost[kind, *unit] for kind in "FB" for unit in units if host[unit] == worker)
-                    for worker in held)
-        if len(held) == 1 or least >= best:
+        holdings = {worker: set() for worker in choice}
+        for (layer, _), runner in host.items():
+            holdings[runner].add(layer)
+        closing = {}
+        for worker, of in holdings.items():
+            closing[worker] = sum(steps[layer] for layer in of)
+        loads = dict(closing)
+        for unit in units:
+            loads[host[unit]] += cost["F", *unit] + cost["B", *unit]
+        least = max(loads.values())
+        if len(holdings) == 1 or least >= best:
             continue
-        orders = [_orders([unit for unit in units if host[unit] == worker]) for worker in held]
+        orders = []
+        for worker in holdings:
+            orders.append(_orders([unit for unit in units if host[unit] == worker]))
         for sequences in itertools.product(*orders):
-            while least < best and _possible(sequences, list(held), host, held, closing, cost, transfer, best - 1,
-                                             layers):
+            while least < best and _possible(
+                sequences, list(holdings), host, holdings, closing, cost, transfer, best - 1, layers
+            ):
                 best -= 1
     return best
 
@@ -40,12 +65,19 @@ def _orders(units: Sequence[tuple[int, int]]) -> list[list[Op]]:
     found = []
     for labelled in set(itertools.permutations([unit for unit in units for _ in "FB"])):
         seen: set[tuple[int, int]] = set()
-        found.append([("B" if unit in seen else (seen.add(unit), "F")[1], *unit) for unit in labelled])
+        ops = []
+        for unit in labelled:
+            ops.append(("B" if unit in seen else "F", *unit))
+            seen.add(unit)
+        found.append(ops)
     return found
 
 
-def _possible(sequences, workers, host, held, closing, cost, transfer, period, layers) -> bool:
-    """Whether start times exist: longest paths over `start[b] >= start[a] + weight`, no circle of which may grow."""
+def _possible(sequences, workers, host, holdings, closing, cost, transfer, period, layers) -> bool:
+    """Return whether start times exist, by longest paths.
+
+    The constraints are `start[b] >= start[a] + weight`; no circle of them may grow.
+    """
     edges = []
     of_layer = defaultdict(list)
     for op in cost:
@@ -61,8 +93,11 @@ def _possible(sequences, workers, host, held, closing, cost, transfer, period, l
             edges.append((before, op, cost[before] + hop))
     for worker, sequence in zip(workers, sequences, strict=True):
         edges += [(a, b, cost[a]) for a, b in itertools.pairwise(sequence)]
-        edges += [(op, sequence[0], cost[op] + closing[worker] - period) for layer in held[worker]
-                  for op in of_layer[layer]]
+        edges += [
+            (op, sequence[0], cost[op] + closing[worker] - period)
+            for layer in holdings[worker]
+            for op in of_layer[layer]
+        ]
     start = dict.fromkeys(cost, 0)
     for _ in range(len(start) + 1):
         changed = False

@@ -1,4 +1,7 @@
-"""Every layout of every kind is valid, and its longest load is near what no layout can undercut."""
+"""Every layout of every kind is valid.
+
+Its longest load is near what no layout can undercut.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -18,14 +21,30 @@ def problems(draw, layers):
     for stage in range(stages):
         if all(worker in failed for worker in workers if worker.column == stage):
             failed.remove(Worker(0, stage))
-    slow = draw(st.lists(st.sampled_from([worker for worker in workers if worker not in failed]), max_size=2))
+    slow = draw(
+        st.lists(
+            st.sampled_from([worker for worker in workers if worker not in failed]), max_size=2
+        )
+    )
     per_stage = draw(st.integers(1, 4))
-    times = draw(st.none() | st.lists(st.integers(5, 15), min_size=stages * per_stage, max_size=stages * per_stage))
+    times = draw(
+        st.none()
+        | st.lists(st.integers(5, 15), min_size=stages * per_stage, max_size=stages * per_stage)
+    )
     room = draw(st.none() | st.integers(2, 8).map(lambda flight: per_stage * (8 + 2 * flight)))
     microbatches = draw(st.lists(st.integers(1, 9), min_size=pipelines, max_size=pipelines))
     slowness = {str(worker): draw(st.integers(1001, 3000)) for worker in slow}
-    return problem(pipelines, stages, microbatches, per_stage, failed=map(str, failed), slow=slowness, layers=layers,
-                   times=times, room=room)
+    return problem(
+        pipelines,
+        stages,
+        microbatches,
+        per_stage,
+        failed=map(str, failed),
+        slow=slowness,
+        layers=layers,
+        times=times,
+        room=room,
+    )
 
 
 @pytest.mark.parametrize("layers", ["fixed", "move"])
@@ -38,16 +57,22 @@ def test_layouts_are_valid_and_no_load_is_below_the_bound(layers, data):
     for layout in found:
         assert_valid(given_problem, layout, once="anywhere" not in layout.kind)
         idle = _idle(given_problem) if layers == "fixed" else 0
-        assert max(loads(given_problem, layout).values()) >= max(work_bound(given_problem),
-                                                                 period_bound(given_problem).ticks - idle)
+        assert max(loads(given_problem, layout).values()) >= max(
+            work_bound(given_problem), period_bound(given_problem).ticks - idle
+        )
 
 
 def test_short_slices_are_left_out_where_they_are_too_many_for_the_time():
-    """They have four times the ops: with half a second for 4 x 32 x 32, other layouts were listed too briefly."""
+    """Short slices are left out, as they have four times the ops.
+
+    With half a second for 4 x 32 x 32, other layouts were listed too briefly.
+    """
     given_problem = problem(3, 4, [8] * 3, 4, failed=["1.2"])
-    quarters, halves, none = (
-        [layout.kind for layout in generate_layouts(given_problem, largest_fine=fine)]
-        for fine in (3 * 8 * 4 * 4, 3 * 8 * 4 * 4 - 1, 3 * 8 * 4 * 2 - 1))
+    kinds = []
+    for fine in (3 * 8 * 4 * 4, 3 * 8 * 4 * 4 - 1, 3 * 8 * 4 * 2 - 1):
+        layouts = generate_layouts(given_problem, largest_fine=fine)
+        kinds.append([layout.kind for layout in layouts])
+    quarters, halves, none = kinds
     assert none == [kind for kind in quarters if "short slices" not in kind] != quarters
     assert none == [kind for kind in halves if "short slices" not in kind]
     short = [kind for kind in halves if "short slices" in kind]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from slipstream.planner.layout.candidates import generate_layouts
-from slipstream.planner.model.problem import LayoutScope, LiveWorker
+from slipstream.planner.model.problem import AllowedLayouts, LiveWorker
 from slipstream.schedules.schedule import VirtualStage, Worker
 from tests.planner.layout.layouts import assert_valid, loads, problem
 
@@ -18,43 +18,63 @@ def test_layers_that_nobody_holds_are_missed():
 
 
 def test_layers_that_nobody_holds_are_loaded_from_a_checkpoint():
-    given = problem(2, 4, 8, 2, failed=STAGE_1_LOST, from_checkpoint=True)
-    found = list(generate_layouts(given))
+    problem_ = problem(2, 4, 8, 2, failed=STAGE_1_LOST, from_checkpoint=True)
+    found = list(generate_layouts(problem_))
     assert found
     for layout in found:
-        assert_valid(given, layout, once="anywhere" not in layout.kind)
+        assert_valid(problem_, layout, once="anywhere" not in layout.kind)
 
 
 def test_a_moved_holder_keeps_a_lost_stage_alive():
-    """Worker 0.2 held stage 1, too: its layers are somewhere, and the plan goes on from there."""
-    given = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
-    given = msgspec.structs.replace(given, workers={**given.workers, Worker(0, 2): LiveWorker(holds=((2, 6),))})
+    """The plan goes on from a layer's moved holder.
+
+    Worker 0.2 held stage 1, too.
+    """
+    problem_ = problem(2, 4, 8, 2, failed=STAGE_1_LOST)
+    problem_ = msgspec.structs.replace(
+        problem_, workers={**problem_.workers, Worker(0, 2): LiveWorker(holds=((2, 6),))}
+    )
     for layers in ("fixed", "move"):
-        asked = msgspec.structs.replace(given, question=LayoutScope(layers=layers))
+        asked = msgspec.structs.replace(problem_, question=AllowedLayouts(layers=layers))
         for layout in generate_layouts(asked):
             assert_valid(asked, layout)
 
 
 def test_pipelines_too_weak_to_hold_all_layers_join():
-    """Two pipelines have two workers each, with room for half as much again as their own stage: four hold all."""
-    given = problem(3, 4, 8, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 * 3 // 2 + 16)
-    found = list(generate_layouts(given))
+    """Two pipelines of two workers each hold all layers together.
+
+    A worker has room for half as much again as its own stage.
+    """
+    problem_ = problem(3, 4, 8, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 * 3 // 2 + 16)
+    found = list(generate_layouts(problem_))
     assert found
     for layout in found:
-        assert_valid(given, layout, once="anywhere" not in layout.kind)
-    assert min(max(loads(given, layout).values()) for layout in found) < 1.15 * 8 * 3 * 160 * 3 / 8
+        assert_valid(problem_, layout, once="anywhere" not in layout.kind)
+    assert (
+        min(max(loads(problem_, layout).values()) for layout in found) < 1.15 * 8 * 3 * 160 * 3 / 8
+    )
 
 
 def test_virtual_stages():
     """Two workers a pipeline with two stages each, one after the other in turns."""
-    given = problem(3, 2, 6, 4)
-    stages = tuple(VirtualStage(column=first // 2 % 2, layers=(first, first + 2)) for first in range(0, 8, 2))
-    placed = msgspec.structs.replace(given.grid, stages=stages)
-    holds = {Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
-             for pipeline in range(3) for column in range(2) if (pipeline, column) != (1, 0)}
+    problem_ = problem(3, 2, 6, 4)
+    stages = tuple(
+        VirtualStage(column=first // 2 % 2, layers=(first, first + 2)) for first in range(0, 8, 2)
+    )
+    placed = msgspec.structs.replace(problem_.grid, stages=stages)
+    holds = {
+        Worker(pipeline, column): ((2 * column, 2 * column + 2), (2 * column + 4, 2 * column + 6))
+        for pipeline in range(3)
+        for column in range(2)
+        if (pipeline, column) != (1, 0)
+    }
     for layers in ("fixed", "move"):
-        there = msgspec.structs.replace(given, grid=placed, question=LayoutScope(layers=layers), workers={
-            worker: LiveWorker(holds=held) for worker, held in holds.items()})
+        there = msgspec.structs.replace(
+            problem_,
+            grid=placed,
+            question=AllowedLayouts(layers=layers),
+            workers={worker: LiveWorker(holds=layers) for worker, layers in holds.items()},
+        )
         found = list(generate_layouts(there))
         assert found
         for layout in found:
@@ -62,12 +82,16 @@ def test_virtual_stages():
 
 
 def test_live_holders_share_where_no_line_has_room_for_all_layers():
-    given = problem(2, 4, 4, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 + 16)
-    for layout in (found := list(generate_layouts(given))):
-        assert_valid(given, layout, once="anywhere" not in layout.kind)
+    problem_ = problem(2, 4, 4, 4, failed=["0.0", "0.1", "1.2", "1.3"], room=4 * 8 + 16)
+    for layout in (found := list(generate_layouts(problem_))):
+        assert_valid(problem_, layout, once="anywhere" not in layout.kind)
     assert found
 
 
 def test_no_room_for_all_layers():
-    with pytest.raises(LookupError, match="no room for all layers"):
-        list(generate_layouts(problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)))
+    with pytest.raises(LookupError, match="room for all layers"):
+        list(
+            generate_layouts(
+                problem(1, 4, 4, 4, failed=["0.0", "0.1"], room=4 * 8 + 8, from_checkpoint=True)
+            )
+        )

@@ -1,6 +1,5 @@
 """Pieces of a layout: pipelines whose workers share micro-batches, wherever these come from."""
 
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,43 +13,77 @@ from slipstream.schedules.check import check
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
 
-STAGES, MICROBATCHES = 3, 4
+STAGES = 3
+MICROBATCHES = 4
 
 
 def problem_of(runners, all_reduce=0):
-    """A layout in which each micro-batch passes the stages of these pipelines: [pipeline][micro-batch] one a stage."""
-    job = grid(len(runners), STAGES, MICROBATCHES, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
-               f"transfer = 1\noptimizer = 2\nall_reduce = {all_reduce}\n", more="[placement]\nlayers = [2, 2, 2]\n")
-    routes = {MicroBatch(pipeline, number): tuple(
-        RouteSlice((2 * stage, 2 * stage + 2), Worker(runner, stage)) for stage, runner in enumerate(passed))
-        for pipeline, own in enumerate(runners) for number, passed in enumerate(own)}
-    holds = {Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),) for pipeline in range(len(runners))
-             for stage in range(STAGES)}
-    return with_layout(build_layered_problem(job), Layout(kind="by hand", holds=holds, routes=routes))
+    """A layout in which each micro-batch passes the stages of these pipelines.
+
+    They are listed as [pipeline][micro-batch], one a stage.
+    """
+    job = grid(
+        len(runners),
+        STAGES,
+        MICROBATCHES,
+        times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
+        f"transfer = 1\noptimizer = 2\nall_reduce = {all_reduce}\n",
+        more="[placement]\nlayers = [2, 2, 2]\n",
+    )
+    routes = {}
+    for pipeline, pipeline_runners in enumerate(runners):
+        for number, passed in enumerate(pipeline_runners):
+            routes[MicroBatch(pipeline, number)] = tuple(
+                RouteSlice((2 * stage, 2 * stage + 2), Worker(runner, stage))
+                for stage, runner in enumerate(passed)
+            )
+    holds = {
+        Worker(pipeline, stage): ((2 * stage, 2 * stage + 2),)
+        for pipeline in range(len(runners))
+        for stage in range(STAGES)
+    }
+    return with_layout(
+        build_layered_problem(job), Layout(kind="by hand", holds=holds, routes=routes)
+    )
 
 
 def whole(*runners):
-    return [[(runner,) * STAGES for runner in own] for own in runners]
+    rows = []
+    for pipeline_runners in runners:
+        rows.append([(runner,) * STAGES for runner in pipeline_runners])
+    return rows
 
 
 def test_whole_micro_batches_of_another_pipeline_join_nothing():
     problem = problem_of(whole([0, 1, 0, 2], [1, 1, 1, 1], [2, 2, 2, 2]))
     renamed, names = renumber_by_runner(problem)
     assert renamed.grid.microbatches == (2, 5, 5)
-    assert [names[MicroBatch(1, number)] for number in range(5)] == [(1, 0), (0, 1), (1, 1), (1, 2), (1, 3)]
-    alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
+    assert [names[MicroBatch(1, number)] for number in range(5)] == [
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
+    (alike,) = (piece for piece in decompose(problem) if len(piece.copies) == 2)
     assert alike.copies == ((1,), (2,)) and alike.problem.grid.microbatches == (5,)
-    assert alike.original_microbatch((2,), 0, 3) == MicroBatch(0, 3) \
-        and alike.original_microbatch((2,), 0, 4) == MicroBatch(2, 3)
+    assert alike.original_microbatch((2,), 0, 3) == MicroBatch(0, 3) and alike.original_microbatch(
+        (2,), 0, 4
+    ) == MicroBatch(2, 3)
 
 
 def test_pipelines_that_share_as_much_are_alike_whichever_micro_batch_it_is():
-    problem = problem_of([[(1, 2, 1), (0,) * STAGES, (0,) * STAGES, (3, 4, 3)],
-                          *whole(*([own] * MICROBATCHES for own in range(1, 5)))])
-    alike, = (piece for piece in decompose(problem) if len(piece.copies) == 2)
+    problem = problem_of(
+        [
+            [(1, 2, 1), (0,) * STAGES, (0,) * STAGES, (3, 4, 3)],
+            *whole(*([runners] * MICROBATCHES for runners in range(1, 5))),
+        ]
+    )
+    (alike,) = (piece for piece in decompose(problem) if len(piece.copies) == 2)
     assert alike.copies == ((1, 2), (3, 4))
-    assert [alike.original_microbatch(copy, 0, 2) for copy in alike.copies] == [(0, 0),
-                                                                                (0, 3)], "in the middle of its own"
+    assert [alike.original_microbatch(copy, 0, 2) for copy in alike.copies] == [(0, 0), (0, 3)], (
+        "in the middle of its own"
+    )
     assert check(listed(problem)) == []
 
 
@@ -66,17 +99,30 @@ def test_a_pipeline_that_runs_nothing_still_reduces_and_steps():
 def test_schedules_of_any_pieces_pass_the_checker(data):
     pipelines = data.draw(st.integers(2, 5))
     crossing = data.draw(st.integers(0, 2))
-    runners = whole(*([data.draw(st.sampled_from([own, own, data.draw(st.integers(0, pipelines - 1))]))
-                       for _ in range(MICROBATCHES)] for own in range(pipelines)))
+    pipeline_runners = []
+    for pipeline in range(pipelines):
+        row = []
+        for _ in range(MICROBATCHES):
+            anyone = data.draw(st.integers(0, pipelines - 1))
+            row.append(data.draw(st.sampled_from([pipeline, pipeline, anyone])))
+        pipeline_runners.append(row)
+    runners = whole(*pipeline_runners)
     for _ in range(crossing):
-        own, number = data.draw(st.integers(0, pipelines - 1)), data.draw(st.integers(0, MICROBATCHES - 1))
-        runners[own][number] = tuple(data.draw(st.integers(0, pipelines - 1)) for _ in range(STAGES))
+        pipeline, number = (
+            data.draw(st.integers(0, pipelines - 1)),
+            data.draw(st.integers(0, MICROBATCHES - 1)),
+        )
+        runners[pipeline][number] = tuple(
+            data.draw(st.integers(0, pipelines - 1)) for _ in range(STAGES)
+        )
     assert check(listed(problem_of(runners, all_reduce=data.draw(st.sampled_from([0, 2]))))) == []
 
 
 def listed(problem):
     """The best list schedule, whose period is what the search says."""
-    known = improve_by_list_schedules(divide_problem(problem, Bound(1, problem.bound_scope)), Budget.of_steps(12_000))
-    schedule = known.make_schedule("greedy")
-    assert schedule.period_ticks == known.period
+    incumbent = improve_by_list_schedules(
+        divide_problem(problem, Bound(1, problem.bound_scope)), Budget.of_steps(12_000)
+    )
+    schedule = incumbent.make_schedule("greedy")
+    assert schedule.period_ticks == incumbent.period
     return schedule

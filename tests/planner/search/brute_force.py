@@ -6,27 +6,36 @@ It shares none of its code but the problem and what micro-batches hold of memory
 import itertools
 from collections import defaultdict
 
-from slipstream.planner.model.memory import activation_memory, activation_room, stash_memory
+from slipstream.planner.model.memory import activation_capacity, activation_memory, stash_memory
 from slipstream.planner.model.problem import Problem, Unit
 from slipstream.schedules.schedule import OpKind, Worker
 
 
 def optimal_period(problem: Problem) -> int:
-    """The smallest period over every choice of hosts and every order of ops on every worker.
+    """The smallest period over all hosts and all orders of ops.
 
-    Once hosts and orders are fixed, the rules are bounds on differences of start times, and the least period for which
-    they have a solution is found by bisection. Memory depends on a worker's order alone.
+    Once hosts and orders are fixed, the rules are bounds on differences of start times, and the
+    least period for which they have a solution is found by bisection. Memory depends on a worker's
+    order alone.
     """
     units = list(problem.iterate_units())
-    best = sum(max(problem.op_ticks(kind, unit.slice, host)
-                   for host in problem.allowed_hosts(unit.slice, unit.pipeline))
-               for unit in units for kind in problem.op_kinds)
-    best += 2 * len(units) * problem.times.transfer + sum(map(problem.ticks_after_group, problem.live_workers))
-    choices = [dict(zip(units, choice, strict=True)) for choice in
-               itertools.product(*(problem.allowed_hosts(unit.slice, unit.pipeline) for unit in units))]
+    best = 0
+    for unit in units:
+        hosts = problem.allowed_hosts(unit.slice, unit.pipeline)
+        for kind in problem.op_kinds:
+            best += max(problem.op_ticks(kind, unit.slice, host) for host in hosts)
+    best += 2 * len(units) * problem.times.transfer + sum(
+        map(problem.ticks_after_group, problem.live_workers)
+    )
+    hosts_by_unit = [problem.allowed_hosts(unit.slice, unit.pipeline) for unit in units]
+    choices = [
+        dict(zip(units, choice, strict=True)) for choice in itertools.product(*hosts_by_unit)
+    ]
     for hosts in sorted(choices, key=lambda hosts: _busiest(problem, hosts)):
         least = _busiest(problem, hosts)
-        orders = [_orders(problem, worker, held) for worker, held in _units_of(problem, hosts).items()]
+        orders = [
+            _orders(problem, worker, units) for worker, units in _units_of(problem, hosts).items()
+        ]
         for sequences in itertools.product(*orders):
             if least >= best:
                 return best
@@ -44,17 +53,19 @@ def _units_of(problem: Problem, hosts) -> dict[Worker, list[Unit]]:
 
 def _busiest(problem: Problem, hosts) -> int:
     """What the worker with most to do takes in any order: no period is shorter."""
-    return max(_busy(problem, worker, held) for worker, held in _units_of(problem, hosts).items())
+    return max(_busy(problem, worker, units) for worker, units in _units_of(problem, hosts).items())
 
 
-def _busy(problem: Problem, worker: Worker, held: list[Unit]) -> int:
+def _busy(problem: Problem, worker: Worker, units: list[Unit]) -> int:
     """What a worker does in any order: no window of its is shorter."""
-    work = sum(problem.op_ticks(kind, unit.slice, worker) for unit in held for kind in problem.op_kinds)
-    return work + problem.ticks_after_group(worker) if held else 0
+    work = sum(
+        problem.op_ticks(kind, unit.slice, worker) for unit in units for kind in problem.op_kinds
+    )
+    return work + problem.ticks_after_group(worker) if units else 0
 
 
 def _orders(problem: Problem, worker: Worker, units: list[Unit]):
-    """Every order of a worker's ops in which each unit's own ops follow each other and memory is never exceeded."""
+    """Every order of a worker's ops that keeps units together and memory in bounds."""
     labels = [unit for unit in units for _ in problem.op_kinds]
     found = []
     for labelled in set(itertools.permutations(labels)):
@@ -79,7 +90,7 @@ def _fits(problem: Problem, worker: Worker, sequence) -> bool:
             used -= stash_memory(problem, unit.slice)
         else:
             used += stash_memory(problem, unit.slice) - activation_memory(problem, unit.slice)
-        if used > activation_room(problem, worker):
+        if used > activation_capacity(problem, worker):
             return False
     return True
 
@@ -96,7 +107,10 @@ def _shorten(problem: Problem, hosts, sequences, low: int, high: int) -> int:
 
 
 def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
-    """Whether start times exist: longest paths over `start[b] >= start[a] + weight`, no circle of which may grow."""
+    """Return whether start times exist, by longest paths.
+
+    The constraints are `start[b] >= start[a] + weight`; no circle of them may grow.
+    """
     edges = []
     ends = defaultdict(list)
     for sequence in sequences:
@@ -127,10 +141,19 @@ def _possible(problem: Problem, hosts, sequences, period: int) -> bool:
 
 
 def _window(problem, hosts, sequence, ends, column, period):
-    """Every op of the column ends at least A + O before the worker's window (or the whole period) is over."""
+    """Every op of the column ends A + O before the end, or earlier.
+
+    The end is that of the worker's window, or of the whole period.
+    """
     if problem.optimizer == "staggered":
-        return [(op, sequence[0], _cost(problem, hosts, op) + problem.column_closing_ticks(column) - period)
-                for op in ends[problem.reduction_root[column]]]
+        return [
+            (
+                op,
+                sequence[0],
+                _cost(problem, hosts, op) + problem.column_closing_ticks(column) - period,
+            )
+            for op in ends[problem.reduction_root[column]]
+        ]
     found = []
     for other, ops in ends.items():
         closing = max(problem.column_closing_ticks(other), max(problem.times.optimizer))

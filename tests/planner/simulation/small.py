@@ -13,16 +13,29 @@ from slipstream.planner.simulation.policy import Cause, Scenario
 from slipstream.planner.simulation.policy_runs import simulate_policy
 from slipstream.planner.simulation.throughput import Throughputs
 
-COSTS = Costs(parameters=1e9, switch_seconds=2.0, load_seconds=3.0, restart_seconds=50.0, checkpoint_seconds=10.0,
-              oobleck_seconds=7.0, bamboo_seconds=20.0)
+COSTS = Costs(
+    parameters=1e9,
+    switch_seconds=2.0,
+    load_seconds=3.0,
+    restart_seconds=50.0,
+    checkpoint_seconds=10.0,
+    oobleck_seconds=7.0,
+    bamboo_seconds=20.0,
+)
 WHOLE = 18 / 22
-"""Samples a second of 1F1B, 3 pipelines x 2 stages x 6 micro-batches of three slots: (6 + 1) x 3 + 1 = 22 seconds."""
+"""Samples a second of 1F1B, which takes 22 seconds.
+
+3 pipelines x 2 stages x 6 micro-batches of three slots: (6 + 1) x 3 + 1 = 22 seconds.
+"""
 
 
 def job(pipelines=3, stages=2, microbatches=6, optimizer=1, order="linear"):
-    return parse_job(f"name = \"small\"\npipelines = {pipelines}\nstages = {stages}\nmicrobatches = {microbatches}\n"
-                     f"[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n"
-                     f"[placement]\norder = \"{order}\"\n")
+    return parse_job(
+        f'name = "small"\npipelines = {pipelines}\nstages = {stages}\n'
+        f"microbatches = {microbatches}\n"
+        f"[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\noptimizer = {optimizer}\n"
+        f'[placement]\norder = "{order}"\n'
+    )
 
 
 @functools.cache
@@ -36,8 +49,13 @@ def scenario(between=1000.0, costs=COSTS, **shape):
 
 
 def trace(*changes, workers=6, seconds=1000.0, live=None):
-    return AvailabilityTrace(name="made", places=workers, live=tuple(range(workers)) if live is None else live,
-                             changes=tuple(changes), length_seconds=seconds)
+    return AvailabilityTrace(
+        name="made",
+        places=workers,
+        live=tuple(range(workers)) if live is None else live,
+        changes=tuple(changes),
+        length_seconds=seconds,
+    )
 
 
 def lose(seconds, *machines):
@@ -67,11 +85,23 @@ def run(name, *changes, **how):
 
 def spans(result):
     """[(cause, seconds)] of a run."""
-    return [(list(Cause)[number].name, pytest.approx(float(seconds)))
-            for number, seconds in zip(result.cause_indices, result.seconds[1:] - result.seconds[:-1], strict=True)]
+    return [
+        (list(Cause)[number].name, pytest.approx(float(seconds)))
+        for number, seconds in zip(
+            result.cause_indices, result.seconds[1:] - result.seconds[:-1], strict=True
+        )
+    ]
 
 
 def failing(mtbf, *more, **kind):
-    """Single machines that fail once in so many hours each; `more` are pairs (machines of a domain, hours)."""
-    return FailureModel(name="made", kinds=tuple(
-        FailureKind(cause=f"{size}", gpus=size, mtbf_hours=hours, **kind) for size, hours in [(1, mtbf), *more]))
+    """Single machines that fail once in so many hours each.
+
+    `more` are pairs (machines of a domain, hours).
+    """
+    return FailureModel(
+        name="made",
+        kinds=tuple(
+            FailureKind(cause=f"{size}", gpus=size, mtbf_hours=hours, **kind)
+            for size, hours in [(1, mtbf), *more]
+        ),
+    )

@@ -1,4 +1,7 @@
-"""What holds of every policy. Each has small cases of its own, worked out by hand, in `policies/`."""
+"""What holds of every policy.
+
+Each has small cases of its own, worked out by hand, in `policies/`.
+"""
 
 import math
 
@@ -22,11 +25,24 @@ def test_every_policy_says_what_it_assumes_and_runs_whole_at_its_rate(name):
     assert result.throughput == pytest.approx(result.fault_free_rate * share)
 
 
-@pytest.mark.parametrize(("name", "rate"), [
-    ("slipstream", 18 / 19), ("slipstream-fixed", 18 / 19), ("recycle", WHOLE), ("oobleck", WHOLE),
-    ("bamboo", WHOLE * 13.41 / 20.55), ("torchft", WHOLE), ("checkpoint-restart", WHOLE),
-    ("elaswave", WHOLE), ("malleus", WHOLE), ("resihp", WHOLE), ("ft-hsdp", WHOLE),
-    ("fault-scaled", WHOLE), ("work-conserving", 18 / 19)])
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("slipstream", 18 / 19),
+        ("slipstream-fixed", 18 / 19),
+        ("recycle", WHOLE),
+        ("oobleck", WHOLE),
+        ("bamboo", WHOLE * 13.41 / 20.55),
+        ("torchft", WHOLE),
+        ("checkpoint-restart", WHOLE),
+        ("elaswave", WHOLE),
+        ("malleus", WHOLE),
+        ("resihp", WHOLE),
+        ("ft-hsdp", WHOLE),
+        ("fault-scaled", WHOLE),
+        ("work-conserving", 18 / 19),
+    ],
+)
 def test_rates_with_all_workers_alive(name, rate):
     assert run(name).fault_free_rate == pytest.approx(rate)
 
@@ -37,22 +53,30 @@ def test_reference_lines():
     limit = run("work-conserving", lose(500.0, 0, 1, 2))
     assert limit.useful_rates[-1] == pytest.approx(18 / (18 * 6 / 3 + 1))
     both_ways = scenario(order="bidirectional").throughputs
-    assert both_ways.work_conserving_rate(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), "the same work"
+    assert both_ways.work_conserving_rate(3) == pytest.approx(18 / (18 * 6 / 3 + 1)), (
+        "the same work"
+    )
 
 
-@pytest.mark.parametrize(("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")])
+@pytest.mark.parametrize(
+    ("seed", "order"), [(0, "linear"), (1, "linear"), (2, "linear"), (0, "bidirectional")]
+)
 def test_no_policy_beats_the_work_conserving_limit_and_time_adds_up(seed, order):
-    one = scenario(pipelines=4, order=order)
-    made = draw_trace(failing(6, (2, 30), repair_hours=2), 8, 2, seed)
-    result = compare_policies(list(POLICIES.values()), one.throughputs, COSTS, made)
+    small = scenario(pipelines=4, order=order)
+    trace_ = draw_trace(failing(6, (2, 30), repair_hours=2), 8, 2, seed)
+    result = compare_policies(list(POLICIES.values()), small.throughputs, COSTS, trace_)
     limit = result.runs["work-conserving"].throughput
     for ran in result.runs.values():
-        assert 0 <= ran.throughput <= limit * (1 + 1e-9) and ran.seconds[-1] == made.length_seconds
+        assert (
+            0 <= ran.throughput <= limit * (1 + 1e-9) and ran.seconds[-1] == trace_.length_seconds
+        )
         assert all(ran.seconds[1:] > ran.seconds[:-1])
         if not POLICIES[ran.policy].is_reference:
             lost = ran.seconds_lost(result.best_rate)
             assert min(lost.values()) > -1e-6
-            assert sum(lost.values()) == pytest.approx(ran.length_seconds * (1 - ran.throughput / result.best_rate))
+            assert sum(lost.values()) == pytest.approx(
+                ran.length_seconds * (1 - ran.throughput / result.best_rate)
+            )
 
 
 def test_what_is_reported_of_a_run():
@@ -74,9 +98,15 @@ def test_checkpoints_count_what_is_beyond_the_last():
     kept = CheckpointTimes(spans, 100.0, 10.0)
 
     def train(begin, end, rate):
-        spans.record_until([Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end)
+        spans.record_until(
+            [Phase(Cause.SWITCH, begin - spans.seconds[-1]), Phase(Cause.RUN, rate=rate)], end
+        )
 
-    assert kept.return_to_last() == 0.0 and kept.next_after(30.0) == 110.0 and kept.next_after(110.0) == 220.0
+    assert (
+        kept.return_to_last() == 0.0
+        and kept.next_after(30.0) == 110.0
+        and kept.next_after(110.0) == 220.0
+    )
     train(0.0, 30.0, 2.0)
     train(40.0, 105.0, 1.0)
     assert kept.samples_since_stall == 65.0

@@ -1,4 +1,6 @@
-"""What a simulation keeps: spans, switches, throughput over time, and what is finished after Ctrl-C."""
+"""What a simulation keeps: spans, switches, throughput over time, and what is finished after
+Ctrl-C.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,11 @@ from slipstream.planner.simulation.availability_trace import group_gpus
 from slipstream.planner.simulation.failure_models import SLOW_MODELS
 from slipstream.planner.simulation.policies import POLICIES
 from slipstream.planner.simulation.policy import Scenario
-from slipstream.planner.simulation.policy_runs import compare_policies, simulate_policy, simulate_traces
+from slipstream.planner.simulation.policy_runs import (
+    compare_policies,
+    simulate_policy,
+    simulate_traces,
+)
 from slipstream.planner.simulation.synthetic_trace import draw_slow_times, draw_trace
 from slipstream.planner.simulation.throughput import Throughputs
 from tests.planner.simulation.small import COSTS, failing, gain, job, lose, scenario, trace
@@ -37,16 +43,19 @@ def test_changes_at_or_after_the_end_are_not_simulated():
 
 
 def test_after_ctrl_c_the_policies_that_were_finished_are_kept():
-    one = scenario()
-    result = compare_policies(KINDS, one.throughputs, COSTS, trace(), interrupt_after(2))
+    small = scenario()
+    result = compare_policies(KINDS, small.throughputs, COSTS, trace(), interrupt_after(2))
     assert list(result.runs) == ["fault-scaled", "torchft"]
-    assert result.best_rate == result.runs["torchft"].fault_free_rate, "reference lines do not count"
+    assert result.best_rate == result.runs["torchft"].fault_free_rate, (
+        "reference lines do not count"
+    )
 
 
 def test_after_ctrl_c_the_traces_that_were_finished_are_kept():
-    one, traces = scenario(), [trace(), trace(lose(100.0, 0)), trace()]
-    values = simulate_traces(KINDS, one.throughputs, COSTS, traces, interrupt_after(2))
-    assert {name: len(column) for name, column in values.items()} == {kind.name: 2 for kind in KINDS}
+    small, traces = scenario(), [trace(), trace(lose(100.0, 0)), trace()]
+    values = simulate_traces(KINDS, small.throughputs, COSTS, traces, interrupt_after(2))
+    counts = {name: len(column) for name, column in values.items()}
+    assert counts == {kind.name: 2 for kind in KINDS}
 
 
 PLANS = ("planned", "in place", "round robin", "settled")
@@ -63,13 +72,17 @@ class _Forgetful(Throughputs):
 
 
 def test_what_policies_keep_and_share_changes_no_digit():
-    """Many traces at once, against each policy by itself with figures that are found anew: with slow and partly failed
-    machines, and with all gone for a while.
+    """Policies with shared figures give each digit that they give alone.
+
+    Many traces run at once, against each policy by itself with figures that are found anew: with
+    slow and partly failed machines, and with all gone for a while.
     """
     rates = failing(10, repair_hours=4)
     traces = [draw_trace(rates, 6, 2, seed) for seed in range(3)]
-    traces += [draw_slow_times(traces[0], SLOW_MODELS["greyhound"], 1),
-               trace(lose(100.0, *range(6)), gain(200.0, 0, 3))]
+    traces += [
+        draw_slow_times(traces[0], SLOW_MODELS["greyhound"], 1),
+        trace(lose(100.0, *range(6)), gain(200.0, 0, 3)),
+    ]
     traces += [group_gpus(draw_trace(rates, 24, 2, seed), 4) for seed in range(2)]
     kept = Throughputs(job(), plan_seconds=0.01, settle_seconds=0.01)
     forgetful = _Forgetful(job())
@@ -78,6 +91,8 @@ def test_what_policies_keep_and_share_changes_no_digit():
     forgetful._plans = {key: value for key, value in kept._plans.items() if key[0] in PLANS}
     found = simulate_traces(list(POLICIES.values()), kept, COSTS, traces)
     for name, kind in POLICIES.items():
-        for index, one in enumerate(traces):
-            alone = simulate_policy(kind(Scenario(forgetful, COSTS, one.seconds_between_failures)), one)
+        for index, trace_ in enumerate(traces):
+            alone = simulate_policy(
+                kind(Scenario(forgetful, COSTS, trace_.seconds_between_failures)), trace_
+            )
             assert found[name][index] == alone.throughput, (name, index)

@@ -20,7 +20,12 @@ from slipstream.planner.simulation.costs import costs_for
 from slipstream.planner.simulation.loads import spread_over_stages
 from slipstream.planner.simulation.policies import POLICIES
 from slipstream.planner.simulation.policy import Scenario
-from slipstream.planner.simulation.settled import NO_SLOW_WORKERS, RebalancedPlan, RebalancedPlans, SlowWorkerCount
+from slipstream.planner.simulation.settled import (
+    NO_SLOW_WORKERS,
+    RebalancedPlan,
+    RebalancedPlans,
+    SlowWorkerCount,
+)
 from slipstream.planner.simulation.throughput import Throughputs
 from slipstream.planner.tables.build import build_table
 from slipstream.schedules.schedule import Worker
@@ -33,17 +38,21 @@ PIECEWISE = SearchParams(blocks=BlockParams(piecewise=10))
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
 def test_the_normal_form_is_the_planners(count):
-    one = job(pipelines=4, stages=3)
-    throughputs = Throughputs(one)
-    schedule = normal_form(one, count, OPTIONS).schedule
+    small = job(pipelines=4, stages=3)
+    throughputs = Throughputs(small)
+    schedule = normal_form(small, count, OPTIONS).schedule
     target = throughputs.normal_form(count)
     assert sum(target) == count
-    assert throughputs.planned_rate(target) == pytest.approx(24 / schedule.seconds(schedule.period_ticks), rel=0.01)
+    assert throughputs.planned_rate(target) == pytest.approx(
+        24 / schedule.seconds(schedule.period_ticks), rel=0.01
+    )
 
 
 def test_whole_pipelines_share_the_batch():
     throughputs = Throughputs(job())
-    assert throughputs.one_f_one_b_rate(3) == pytest.approx(18 / plan_job(job(), method="1f1b").fault_free_period)
+    assert throughputs.one_f_one_b_rate(3) == pytest.approx(
+        18 / plan_job(job(), method="1f1b").fault_free_period
+    )
     expected = [0.0, pytest.approx(18 / 58), pytest.approx(18 / 31)]
     assert [throughputs.one_f_one_b_rate(count) for count in (0, 1, 2)] == expected
 
@@ -54,25 +63,36 @@ def test_systems_of_others_are_compared_with_the_same_schedules():
     for count in (0, 1, 2, 3):
         assert planned.whole_pipelines_rate(count) >= throughputs.whole_pipelines_rate(count)
         assert throughputs.whole_pipelines_rate(count) == throughputs.one_f_one_b_rate(count)
-    assert planned.whole_pipelines_rate(3) == throughputs.in_place_rate(whole) > throughputs.one_f_one_b_rate(3)
+    assert (
+        planned.whole_pipelines_rate(3)
+        == throughputs.in_place_rate(whole)
+        > throughputs.one_f_one_b_rate(3)
+    )
     assert planned.whole_pipelines_rate(2) < planned.whole_pipelines_rate(3)
     assert planned.recycle_rate((1, 0)) == throughputs.in_place_rate((1, 0))
 
 
 def test_what_a_policy_has_computed_with_published_schedules_is_not_used_with_others():
     throughputs = Throughputs(job())
-    published = throughputs.compute_once("rate of a policy", lambda: throughputs.whole_pipelines_rate(3))
+    published = throughputs.compute_once(
+        "rate of a policy", lambda: throughputs.whole_pipelines_rate(3)
+    )
     planned = throughputs.with_planned_pipelines()
-    assert planned.compute_once("rate of a policy", lambda: planned.whole_pipelines_rate(3)) > published
+    assert (
+        planned.compute_once("rate of a policy", lambda: planned.whole_pipelines_rate(3))
+        > published
+    )
 
 
 @pytest.mark.parametrize("down", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1)])
 def test_at_once_micro_batches_are_cut_where_dropping_a_replica_would_keep_more(down):
-    given = parse_job(preset_text("llama-3-8b"))
-    throughputs = Throughputs(replace(given, network=replace(given.network, overlap=False)))
+    job = parse_job(preset_text("llama-3-8b"))
+    throughputs = Throughputs(replace(job, network=replace(job.network, overlap=False)))
     dropped = throughputs.in_place_rate((0, 0, 0, 0)) * 7 / 8
     assert throughputs.in_place_rate(down) > dropped
-    assert throughputs.in_place_rate(down) >= throughputs.with_planned_pipelines().whole_pipelines_rate(7)
+    assert throughputs.in_place_rate(
+        down
+    ) >= throughputs.with_planned_pipelines().whole_pipelines_rate(7)
 
 
 def test_a_stage_without_workers_trains_nothing():
@@ -82,12 +102,20 @@ def test_a_stage_without_workers_trains_nothing():
 
 
 def test_failures_are_spread_one_a_stage_then_two():
-    assert [spread_over_stages(count, 4) for count in (0, 1, 4, 6)] == [(0,) * 4, (0, 0, 0, 1), (1,) * 4, (1, 1, 2, 2)]
+    assert [spread_over_stages(count, 4) for count in (0, 1, 4, 6)] == [
+        (0,) * 4,
+        (0, 0, 0, 1),
+        (1,) * 4,
+        (1, 1, 2, 2),
+    ]
 
 
 def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
-    text = ("name = \"small\"\npipelines = 3\nstages = 2\nmicrobatches = 6\n[time]\nforward = 1\nbackward_input = 1\n"
-            "backward_weight = 1\noptimizer = 1\n")
+    text = (
+        'name = "small"\npipelines = 3\nstages = 2\nmicrobatches = 6\n[time]\nforward = 1\n'
+        "backward_input = 1\n"
+        "backward_weight = 1\noptimizer = 1\n"
+    )
     build_table(job(), text.encode(), tmp_path, OPTIONS, max_failures=2)
     table = Table.load(tmp_path)
     throughputs = Throughputs(job(), table=table)
@@ -97,8 +125,8 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     for row in (row for row in table.rows() if row.layers_moved is not None):
         assert throughputs.rebalanced_answer(row.failures)[0] == pytest.approx(18 / row.period)
     found = table.lookup([Worker(2, 1)], settled=True).schedule
-    known = Throughputs(job(), table=table, dead=[Worker(2, 1)]).rebalanced_answer(1)[0]
-    assert known == pytest.approx(18 / found.seconds(found.period_ticks))
+    rate = Throughputs(job(), table=table, dead=[Worker(2, 1)]).rebalanced_answer(1)[0]
+    assert rate == pytest.approx(18 / found.seconds(found.period_ticks))
     with pytest.raises(ValueError, match="the table is of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
 
@@ -106,8 +134,13 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
 def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
     whole = Throughputs(job(pipelines=12, stages=3)).planned_rate(down)
-    monkeypatch.setattr("slipstream.planner.simulation.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
-    assert Throughputs(job(pipelines=12, stages=3)).planned_rate(down) == pytest.approx(whole, rel=0.06)
+    monkeypatch.setattr(
+        "slipstream.planner.simulation.throughput.PlanOptions",
+        partial(PlanOptions, params=PIECEWISE),
+    )
+    assert Throughputs(job(pipelines=12, stages=3)).planned_rate(down) == pytest.approx(
+        whole, rel=0.06
+    )
 
 
 def round_robin(throughputs, down):
@@ -117,9 +150,12 @@ def round_robin(throughputs, down):
 
 @pytest.mark.parametrize("down", [(1, 0, 1), (0, 3, 0), (2, 1, 1)])
 def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypatch):
-    one = job(pipelines=40, stages=3)
-    monkeypatch.setattr("slipstream.planner.simulation.throughput.PlanOptions", partial(PlanOptions, params=PIECEWISE))
-    whole, apart = Throughputs(one), Throughputs(one)
+    small = job(pipelines=40, stages=3)
+    monkeypatch.setattr(
+        "slipstream.planner.simulation.throughput.PlanOptions",
+        partial(PlanOptions, params=PIECEWISE),
+    )
+    whole, apart = Throughputs(small), Throughputs(small)
     assert apart.planned_rate(down) == pytest.approx(whole.planned_rate(down))
     assert not round_robin(apart, down)  # the plan is proven to be best: nothing else is tried
     assert apart.recycle_rate(down) <= apart.planned_rate(down)
@@ -131,13 +167,27 @@ def test_failures_with_peers_of_their_own_are_planned_one_by_one(down, monkeypat
 
 def test_no_failure_makes_a_job_faster(monkeypatch):
     throughputs = Throughputs(job(pipelines=4, stages=3))
-    monkeypatch.setattr(throughputs._rebalanced_plans, "find_best", lambda failures,
-                        slow=NO_SLOW_WORKERS: RebalancedPlan(20.0 - failures, 1.0))
-    monkeypatch.setattr(throughputs._periods, "planned_period", lambda down: (22.0 - sum(down), True))
-    assert [throughputs.rebalanced_answer(count)[0] for count in (3, 0)] == pytest.approx([24 / 20] * 2)
+    monkeypatch.setattr(
+        throughputs._rebalanced_plans,
+        "find_best",
+        lambda failures, slow=NO_SLOW_WORKERS: RebalancedPlan(20.0 - failures, 1.0),
+    )
+    monkeypatch.setattr(
+        throughputs._periods, "planned_period", lambda down: (22.0 - sum(down), True)
+    )
+    assert [throughputs.rebalanced_answer(count)[0] for count in (3, 0)] == pytest.approx(
+        [24 / 20] * 2
+    )
     assert throughputs.rebalanced_answer(1, SlowWorkerCount(1, 2.0))[0] == pytest.approx(24 / 20)
-    assert throughputs.in_place_rate((1, 1, 0)) == throughputs.in_place_rate((0, 0, 0)) < throughputs.whole_rate
-    assert POLICIES["slipstream"](Scenario(throughputs, costs_for(), 3600.0)).fault_free_rate == throughputs.whole_rate
+    assert (
+        throughputs.in_place_rate((1, 1, 0))
+        == throughputs.in_place_rate((0, 0, 0))
+        < throughputs.whole_rate
+    )
+    assert (
+        POLICIES["slipstream"](Scenario(throughputs, costs_for(), 3600.0)).fault_free_rate
+        == throughputs.whole_rate
+    )
 
 
 @pytest.mark.parametrize("down", [(0, 0), (0, 1), (1, 1), (2, 0)])
@@ -145,10 +195,12 @@ def test_pipelines_that_have_no_part_in_failures_change_nothing(down):
     """With two micro-batches, six pipelines do for one failure: twenty have the same period."""
     few, many = Throughputs(job(7, microbatches=2)), Throughputs(job(20, microbatches=2))
     assert many.planned_rate(down) / 40 == pytest.approx(few.planned_rate(down) / 14)
-    assert sum(many.normal_form(2)) == 2 and many.planned_rate(many.normal_form(2)) >= many.planned_rate((2, 0))
+    assert sum(many.normal_form(2)) == 2 and many.planned_rate(
+        many.normal_form(2)
+    ) >= many.planned_rate((2, 0))
 
 
-# --- Published figures ------------------------------------------------------------------------------------------------
+# --- Published figures ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["6.7B", "350M"])
@@ -166,7 +218,10 @@ def test_the_published_trace():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Figures are planned in a twentieth of the steps: what is asked of them holds of any plans."""
+    """Figures are planned in a twentieth of the steps.
+
+    What is asked of them holds of any plans.
+    """
     monkeypatch.setattr(published, "SETTLE_SECONDS", 0.05)
 
 
@@ -174,7 +229,9 @@ def test_throughput_by_failures_of_the_published_job(quick, monkeypatch):
     monkeypatch.setattr(failures, "MOST", 5)
     found = steady_rates(8)
     assert found["fault-scaled"] == pytest.approx(published.FAULT_SCALED[:6], rel=0.002)
-    for ours, recycle, limit in zip(found["slipstream"], found["recycle"], found["work-conserving"], strict=True):
+    for ours, recycle, limit in zip(
+        found["slipstream"], found["recycle"], found["work-conserving"], strict=True
+    ):
         assert recycle * (1 - 1e-9) <= ours <= limit * (1 + 1e-9)
     assert found["recycle"][4] == pytest.approx(published.RECYCLE_6_7B[4], rel=0.15)
     assert failures.assumptions()
@@ -194,18 +251,27 @@ def test_scaling(quick):
 
 def test_the_worked_example():
     figure = worked_example.reproduce(lambda done, total: None)
-    published_slots, ours = (one.values for one in figure.series)
+    published_slots, ours = (series.values for series in figure.series)
     assert published_slots == (30, 39, 32, 30, None) and ours[0] == 30 and ours[2:] == (32, 30, 22)
     assert 38 <= ours[1] <= 39
 
 
 def test_a_series_keeps_its_keys_in_json():
     assert set(msgspec.to_builtins(Series(name="a", values=(1.0,)))) == {
-        "name", "values", "low", "high", "published", "yardstick"}
+        "name",
+        "values",
+        "low",
+        "high",
+        "published",
+        "yardstick",
+    }
 
 
 def test_one_failure_more_is_planned_only_where_that_can_be_faster():
-    """Work for five workers takes 21.6 s, for four 27 s: any good plan for one failure is shorter than that."""
+    """Any good plan for one failure is shorter than the work for four workers.
+
+    It takes 27 s, and for five workers 21.6 s.
+    """
     lines = list[str]()
     plans = RebalancedPlans(job(), lines.append, plan_seconds=0.05)
     assert 21.6 < plans.find_best(1).period < 27.0

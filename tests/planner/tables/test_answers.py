@@ -1,4 +1,7 @@
-"""What tables answer to failures of unlike workers, beside fresh plans and beside their own rows."""
+"""What tables answer to failures of unlike workers.
+
+It is compared with fresh plans and with their own rows.
+"""
 
 import pytest
 
@@ -14,9 +17,22 @@ from tests.exact.generate import Case, draw_case
 
 STEPS = 20_000
 ONCE_LONGER = (4, 17, 53, 57, 59, 72)
-"""Drawn jobs whose tables once answered with longer plans than a fresh one: slow workers, or own rooms."""
-SLOW_IN_A_LONG_STAGE = Case("roles", job(
-    3, 2, 2, {**{key: [1, 2] for key in ("forward", "backward_input", "backward_weight")}, "slow": {"0.1": 2}}))
+"""Drawn jobs whose tables once answered with longer plans than a fresh one.
+
+They have slow workers, or rooms of their own.
+"""
+SLOW_IN_A_LONG_STAGE = Case(
+    "roles",
+    job(
+        3,
+        2,
+        2,
+        {
+            **{key: [1, 2] for key in ("forward", "backward_input", "backward_weight")},
+            "slow": {"0.1": 2},
+        },
+    ),
+)
 
 
 def build(case, failures):
@@ -39,27 +55,38 @@ def test_a_layout_whose_list_schedules_get_stuck_keeps_the_plan_that_it_has():
 
 @pytest.mark.parametrize("seed", [57, 59])
 def test_no_row_is_dominated_by_another_that_answers_the_same_failures(seed):
-    """A row of a pattern is as short as what the whole table answers to it."""
+    """A row of a pattern is as short as the whole table's answer to it."""
     case = draw_case(seed, "roles")
     table = build(case, 1)
     rows = {row.key: row for row in table.rows()}
     patterns = [key for key in rows if key.startswith("pattern-")]
     assert patterns
     for key in patterns:
-        for own, asked in ((roles_key(key), {"roles_move": True}), (settled_key(key), {"settled": True})):
+        for other_key, asked in (
+            (roles_key(key), {"roles_move": True}),
+            (settled_key(key), {"settled": True}),
+        ):
             found = table.lookup(rows[key].failed, **asked)
             if found is None:
-                assert rows[own].period is None
+                assert rows[other_key].period is None
                 continue
             assert check(found.schedule) == []
-            assert rows[own].period == found.schedule.seconds(found.schedule.period_ticks)
+            assert rows[other_key].period == found.schedule.seconds(found.schedule.period_ticks)
 
 
 def test_moved_roles_of_a_pattern_answer_equal_pipelines():
-    """The entry of a pattern has moved workers; it is also for the other pipelines of their class."""
+    """The entry of a pattern also answers for pipelines of the same class.
+
+    It has moved workers.
+    """
     table = build(SLOW_IN_A_LONG_STAGE, 1)
-    entries = [row for row in table.rows() if row.key.startswith(roles_key("pattern-1")) and row.period is not None]
-    schedules = [schedule for schedule in (table.checked_schedule(row.key) for row in entries) if schedule.moves]
+    entries = [
+        row
+        for row in table.rows()
+        if row.key.startswith(roles_key("pattern-1")) and row.period is not None
+    ]
+    schedules = [table.checked_schedule(row.key) for row in entries]
+    schedules = [schedule for schedule in schedules if schedule.moves]
     assert schedules
     for schedule in schedules:
         assert proven_bound(schedule).ticks >= schedule.lower_bound_ticks

@@ -26,7 +26,11 @@ def test_an_executor_of_ones_own_gives_all_results_and_keeps_state():
     """As one of many machines would: with processes that know nothing of ours."""
     with ProcessPoolExecutor(1) as executor:
         for _ in range(2):
-            assert sorted(run_all(Counting(), [5, 6, 7], 9, executor=executor)) == [(5, 1), (6, 2), (7, 3)]
+            assert sorted(run_all(Counting(), [5, 6, 7], 9, executor=executor)) == [
+                (5, 1),
+                (6, 2),
+                (7, 3),
+            ]
         with pytest.raises(ValueError, match=r"^unlucky$"):
             list(run_all(_double, [13], 1, (ValueError,), executor=executor))
         with pytest.raises(PoolError, match="666: its process died"):

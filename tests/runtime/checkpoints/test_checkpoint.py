@@ -1,4 +1,7 @@
-"""Checkpoints: whole or not at all, on any grid, and nothing foreign or damaged is taken for one."""
+"""Checkpoints are whole or not at all, on any grid.
+
+Nothing foreign or damaged is taken for one.
+"""
 
 import json
 import os
@@ -62,8 +65,13 @@ State = dict[int, dict[str, Tensor]]
 
 def states(seed: int = 0, size: int = 50) -> State:
     generator = torch.Generator().manual_seed(seed)
-    return {layer: {"model.weight": torch.randn(size, generator=generator),
-                    "optimizer.step.weight": torch.tensor(float(layer))} for layer in range(4)}
+    return {
+        layer: {
+            "model.weight": torch.randn(size, generator=generator),
+            "optimizer.step.weight": torch.tensor(float(layer)),
+        }
+        for layer in range(4)
+    }
 
 
 def share(state: State, *layers: int) -> State:
@@ -74,8 +82,10 @@ def assert_same(left: State, right: State) -> None:
     assert left.keys() == right.keys()
     for layer, state in left.items():
         assert state.keys() == right[layer].keys()
-        assert all(torch.equal(tensor, right[layer][name]) and tensor.dtype == right[layer][name].dtype
-                   for name, tensor in state.items())
+        assert all(
+            torch.equal(tensor, right[layer][name]) and tensor.dtype == right[layer][name].dtype
+            for name, tensor in state.items()
+        )
 
 
 def write(folder: Path, iteration: int, state: State) -> None:
@@ -96,7 +106,8 @@ def test_there_and_back(tmp_path) -> None:
     assert_same(load_layers(found, range(4)), state)
     assert_same(load_layers(found, [2]), share(state, 2))
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-10"}
-    start_saving(tmp_path, 10, share(state, 1), IDENTITY).wait()  # again, by a worker that came late
+    # Again, by a worker that came late.
+    start_saving(tmp_path, 10, share(state, 1), IDENTITY).wait()
 
 
 def test_what_is_saved_does_not_see_later_steps() -> None:
@@ -114,8 +125,10 @@ def test_what_is_saved_does_not_see_later_steps() -> None:
 
 def test_many_workers_at_once(tmp_path) -> None:
     for iteration in range(8):
-        for saving in [start_saving(tmp_path, iteration, share(states(iteration), layer), IDENTITY)
-                       for layer in range(4)]:
+        for saving in [
+            start_saving(tmp_path, iteration, share(states(iteration), layer), IDENTITY)
+            for layer in range(4)
+        ]:
             saving.wait()
         found = open_latest(tmp_path)
         assert found is not None and found.iteration == iteration
@@ -124,17 +137,26 @@ def test_many_workers_at_once(tmp_path) -> None:
 
 
 def test_the_state_of_the_data_is_written_once_by_each_worker(tmp_path) -> None:
-    """It may be long; any worker that knows it can complete the checkpoint, and so can one that does not."""
-    layers, state = {layer: {"model.weight": torch.ones(2)} for layer in range(4)}, {"buffer": [1, 2, 3]}
-    start_saving(tmp_path, 5, {layer: layers[layer] for layer in (0, 1, 3)}, IDENTITY, data=state).wait()
-    notes = [json.loads(note.read_text()) for note in sorted(tmp_path.glob(".saving-5-0/layer-*.json"))]
+    # It may be long; any worker that knows it can complete the checkpoint, and so can one that does
+    # not.
+    layers, state = (
+        {layer: {"model.weight": torch.ones(2)} for layer in range(4)},
+        {"buffer": [1, 2, 3]},
+    )
+    start_saving(
+        tmp_path, 5, {layer: layers[layer] for layer in (0, 1, 3)}, IDENTITY, data=state
+    ).wait()
+    notes = [
+        json.loads(note.read_text()) for note in sorted(tmp_path.glob(".saving-5-0/layer-*.json"))
+    ]
     assert [note.get("data") for note in notes] == [state, None, None]
     start_saving(tmp_path, 5, {2: layers[2]}, IDENTITY).wait()
     assert open_latest(tmp_path).manifest.data == state
 
 
 def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
-    """The first try ended with a failure; the iteration ran again and gave numbers that differ in the last bits."""
+    # The first try ended with a failure; the iteration ran again and gave numbers that differ in
+    # the last bits.
     start_saving(tmp_path, 10, share(states(1), 0, 1, 2), IDENTITY).wait()
     write(tmp_path, 10, states(2))
     found = open_latest(tmp_path)
@@ -144,11 +166,17 @@ def test_a_layer_saved_anew_replaces_the_first(tmp_path) -> None:
 
 def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     write(tmp_path, 10, states())
-    script = ("import sys; from pathlib import Path; from tests.runtime.checkpoints.test_checkpoint import *\n"
-              f"big = states(size=4_000_000)\nwhile True: start_saving(Path({str(tmp_path)!r}), 20, "
-              "share(big, 0, 1, 2), IDENTITY).wait()")
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3],
-                               env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    script = (
+        "import sys; from pathlib import Path; from tests.runtime.checkpoints.test_checkpoint "
+        "import *\n"
+        f"big = states(size=4_000_000)\nwhile True: start_saving(Path({str(tmp_path)!r}), 20, "
+        "share(big, 0, 1, 2), IDENTITY).wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
     deadline = time.monotonic() + SECONDS
     while not list(tmp_path.glob(".saving-20-0/.layer-*")) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -162,21 +190,27 @@ def test_killed_in_the_middle_of_a_save(tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"iteration-10", "iteration-30"}
 
 
-@pytest.mark.parametrize(("find", "reads"),
-                         [(open_latest, "open_checkpoint"), (find_newest_undamaged, "open_checkpoint"),
-                                             (find_newest_undamaged, "verify_checkpoint")])
+@pytest.mark.parametrize(
+    ("find", "reads"),
+    [
+        (open_latest, "open_checkpoint"),
+        (find_newest_undamaged, "open_checkpoint"),
+        (find_newest_undamaged, "verify_checkpoint"),
+    ],
+)
 def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_is_taken(
-        find, reads, monkeypatch, tmp_path) -> None:
-    """As by workers whose node 0 has died, or by a run that goes on in the folder."""
+    find, reads, monkeypatch, tmp_path
+) -> None:
+    # Workers whose node 0 has died replace them, or a run that goes on in the folder.
     write(tmp_path, 10, states())
     [before], read = find_complete(tmp_path).values(), getattr(checkpoint, reads)
     found = open_checkpoint(before)
 
-    def replaced(*given):
+    def replaced(*arguments):
         monkeypatch.setattr(checkpoint, reads, read)
         for iteration in range(20, 20 + KEPT_CHECKPOINTS):
             write(tmp_path, iteration, states(iteration))
-        return read(*given)
+        return read(*arguments)
 
     monkeypatch.setattr(checkpoint, reads, replaced)
     newest, damaged = find(tmp_path) if find is find_newest_undamaged else (find(tmp_path), {})
@@ -184,8 +218,11 @@ def test_of_checkpoints_that_newer_ones_replace_while_they_are_read_the_newest_i
     assert reopen_or_latest(found).iteration == 19 + KEPT_CHECKPOINTS
 
 
-def test_a_checkpoint_that_is_written_again_while_it_is_read_is_not_damaged(monkeypatch, tmp_path) -> None:
-    """A run that is under way has gone back: it has removed the newest checkpoint, and reaches it once more."""
+def test_a_checkpoint_that_is_written_again_while_it_is_read_is_not_damaged(
+    monkeypatch, tmp_path
+) -> None:
+    # A run that is under way has gone back: it has removed the newest checkpoint, and reaches it
+    # once more.
     write(tmp_path, 10, states())
     verify = checkpoint.verify_checkpoint
 
@@ -207,7 +244,9 @@ def test_a_full_disk_loses_nothing(tmp_path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         saving = start_saving(tmp_path, 20, states(size=50_000), IDENTITY)
-        with pytest.raises(CheckpointError, match=r"iteration 20 cannot be written: .*; earlier ones are untouched"):
+        with pytest.raises(
+            CheckpointError, match=r"iteration 20 cannot be written: .*; earlier ones are untouched"
+        ):
             saving.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -228,16 +267,21 @@ def test_no_space_left_on_device(tmp_path, monkeypatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"model": {"width": 32}}, "of another job: its model.width is 16, here it is 32"),
-    ({"training": {"seed": 1}}, "its training.seed is 0, here it is 1"),
-    ({"training": {"dtype": "float32"}}, "its parameters is 'float64', here it is 'float32'"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"width": 32}}, "of another job: its model.width is 16, here it is 32"),
+        ({"training": {"seed": 1}}, "its training.seed is 0, here it is 1"),
+        ({"training": {"dtype": "float32"}}, "its parameters is 'float64', here it is 'float32'"),
+    ],
+)
 def test_a_foreign_checkpoint_is_refused(change, message, tmp_path) -> None:
     write(tmp_path, 10, states())
     config = tiny()
-    other = RunConfig(model=replace(config.model, **change.get("model", {})),
-                      training=replace(config.training, **change.get("training", {})))
+    other = RunConfig(
+        model=replace(config.model, **change.get("model", {})),
+        training=replace(config.training, **change.get("training", {})),
+    )
     with pytest.raises(CheckpointError, match=message):
         open_latest(tmp_path, identity_of(other, 4))
     start_saving(tmp_path, 20, share(states(), 0, 1), identity_of(other, 4)).wait()
@@ -246,7 +290,12 @@ def test_a_foreign_checkpoint_is_refused(change, message, tmp_path) -> None:
 
 
 def test_what_may_change_between_runs() -> None:
-    assert identity_of(tiny(learning_rate=0.5, iterations=7, backend="gloo", text="x", clip_norm=1.0), 4) == IDENTITY
+    assert (
+        identity_of(
+            tiny(learning_rate=0.5, iterations=7, backend="gloo", text="x", clip_norm=1.0), 4
+        )
+        == IDENTITY
+    )
 
 
 def flip(path: Path) -> None:
@@ -255,16 +304,45 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda path: flip(next(path.glob("layer-0002-*"))), "layer-0002.*its SHA-256 is not that of the bytes written"),
-    (lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"), "layer-0001.*5 bytes; expected"),
-    (lambda path: next(path.glob("layer-0000-*")).unlink(), "layer-0000.*cannot be read: No such file"),
-    (lambda path: (path / "manifest.json").write_text("{"), "manifest.json: no readable checkpoint"),
-    (lambda path: (path / "manifest.json").write_text('{"format": "other"}'), "not a Slipstream checkpoint"),
-    (lambda path: edit(path, lambda manifest: manifest["layers"].pop()), "does not name each layer"),
-    (lambda path: edit(path, lambda manifest: manifest["layers"][1].update(file="../../x.safetensors")), "no readable"),
-    (lambda path: edit(path, lambda manifest: manifest.update(version=2)), "format version 2; this Slipstream reads 1"),
-])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda path: flip(next(path.glob("layer-0002-*"))),
+            "layer-0002.*its SHA-256 is not that of the bytes written",
+        ),
+        (
+            lambda path: next(path.glob("layer-0001-*")).write_bytes(b"short"),
+            "layer-0001.*5 bytes; expected",
+        ),
+        (
+            lambda path: next(path.glob("layer-0000-*")).unlink(),
+            "layer-0000.*cannot be read: No such file",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text("{"),
+            "manifest.json: no readable checkpoint",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text('{"format": "other"}'),
+            "not a Slipstream checkpoint",
+        ),
+        (
+            lambda path: edit(path, lambda manifest: manifest["layers"].pop()),
+            "does not name each layer",
+        ),
+        (
+            lambda path: edit(
+                path, lambda manifest: manifest["layers"][1].update(file="../../x.safetensors")
+            ),
+            "no readable",
+        ),
+        (
+            lambda path: edit(path, lambda manifest: manifest.update(version=2)),
+            "format version 2; this Slipstream reads 1",
+        ),
+    ],
+)
 def test_damage_is_named_in_one_line(damage, message, tmp_path) -> None:
     write(tmp_path, 10, states())
     damage(tmp_path / "iteration-10")
@@ -282,22 +360,31 @@ def edit(path: Path, change) -> None:
 
 
 def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
-    """Two stages train and save; one stage loads all layers and ends where an undisturbed run does."""
+    # Two stages train and save; one stage loads all layers and ends where an undisturbed run does.
     config = tiny()
     model = build_model(config.model, 0, torch.float64, torch.device("cpu"))
     identity = identity_of(config, model.layers)
 
     def stages(*ranges: tuple[int, int]) -> list[tuple[SliceRunner, HeldLayers]]:
-        held = [build_holding(model, range(*layers), config.training) for layers in ranges]
-        return [(SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config), holding)
-                for layers, holding in zip(ranges, held, strict=True)]
+        holdings = [build_holding(model, range(*layers), config.training) for layers in ranges]
+        return [
+            (SliceRunner(layers, holding.modules, model, loss_scale=1.0, config=config), holding)
+            for layers, holding in zip(ranges, holdings, strict=True)
+        ]
 
     before = stages((0, 2), (2, 4))
     for iteration in range(3):
         iterate(config, before, iteration)
     for _, holding in before:
-        start_saving(tmp_path, 3, {layer: whole_state(module, holding.optimizer.own_states(layer))
-                                   for layer, module in holding.modules.items()}, identity).wait()
+        start_saving(
+            tmp_path,
+            3,
+            {
+                layer: whole_state(module, holding.optimizer.own_states(layer))
+                for layer, module in holding.modules.items()
+            },
+            identity,
+        ).wait()
     found = open_latest(tmp_path, identity)
     assert found is not None and found.iteration == 3
     [(_, whole)] = after = stages((0, 4))
@@ -307,10 +394,14 @@ def test_training_goes_on_from_it_on_another_grid(tmp_path) -> None:
     for iteration in range(3, 6):
         iterate(config, after, iteration)
     for name, expected in reference_run(config, [1], 6).parameters.items():
-        torch.testing.assert_close(whole.parameters_by_name()[name].detach(), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            whole.parameters_by_name()[name].detach(), expected, rtol=0, atol=1e-12
+        )
 
 
-def iterate(config: RunConfig, stages: list[tuple[SliceRunner, HeldLayers]], iteration: int) -> None:
+def iterate(
+    config: RunConfig, stages: list[tuple[SliceRunner, HeldLayers]], iteration: int
+) -> None:
     microbatch = Microbatch(iteration, 0, 0)
     value, target = load_data(config).batch(microbatch, config.training.batch, config.model.context)
     for stage, _ in stages:
@@ -322,19 +413,39 @@ def iterate(config: RunConfig, stages: list[tuple[SliceRunner, HeldLayers]], ite
         holding.zero_gradients()
 
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-          torch.int8, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def unusual() -> dict[str, Tensor]:
     """Each dtype; shapes and layouts that are easily got wrong."""
     flat, table = torch.randn(6), torch.randn(4, 5)
-    return {**{str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES}, "scalar": torch.tensor(3.0),
-            "bf16 scalar": torch.tensor(3.0, dtype=torch.bfloat16), "empty": torch.empty(0, 4),
-            "also empty": torch.empty(0),
-            "transposed": torch.randn(3, 2).t(), "strided": table[:, 1:3], "expanded": torch.ones(1).expand(5),
-            "first half": flat[:3], "second half": flat[3:], "all of it": flat, "tied": table, "tied too": table,
-            "trained": torch.nn.Parameter(torch.ones(2))}
+    return {
+        **{str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES},
+        "scalar": torch.tensor(3.0),
+        "bf16 scalar": torch.tensor(3.0, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "also empty": torch.empty(0),
+        "transposed": torch.randn(3, 2).t(),
+        "strided": table[:, 1:3],
+        "expanded": torch.ones(1).expand(5),
+        "first half": flat[:3],
+        "second half": flat[3:],
+        "all of it": flat,
+        "tied": table,
+        "tied too": table,
+        "trained": torch.nn.Parameter(torch.ones(2)),
+    }
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -366,8 +477,11 @@ def test_dtypes_that_are_rare_are_sent_too() -> None:
 
 def test_what_is_read_may_be_changed(tmp_path) -> None:
     write_tensors(tmp_path / "file", {"a": torch.ones(3)})
-    for one in (read_tensors(tmp_path / "file"), decode_tensors(b"".join(encode_tensors({"a": torch.ones(3)})))):
-        one["a"].zero_()
+    for tensors in (
+        read_tensors(tmp_path / "file"),
+        decode_tensors(b"".join(encode_tensors({"a": torch.ones(3)}))),
+    ):
+        tensors["a"].zero_()
     assert read_tensors(tmp_path / "file")["a"].sum() == 3
 
 
@@ -379,15 +493,24 @@ def test_files_are_as_readable_as_any(tmp_path) -> None:
 
 
 def test_files_of_earlier_versions_are_read(tmp_path) -> None:
-    """As they were written before the safetensors package did it: entries in any order, spaces after the header."""
-    header = b'{"model.b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[],' \
-             b'"data_offsets":[4,8]},"none":{"dtype":"I64","shape":[0,3],"data_offsets":[8,8]}}'
+    # Before the safetensors package wrote them, entries had any order, and spaces followed the
+    # header.
+    header = (
+        b'{"model.b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},'
+        b'"a":{"dtype":"F32","shape":[],'
+        b'"data_offsets":[4,8]},"none":{"dtype":"I64","shape":[0,3],"data_offsets":[8,8]}}'
+    )
     header += b" " * (-len(header) % 8)
     data = b"\x80\x3f\x00\x40" + b"\0\0\x40\x40"
     (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + data)
-    assert_equal(read_tensors(tmp_path / "file"), {
-        "model.b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "a": torch.tensor(3.0),
-        "none": torch.empty(0, 3, dtype=torch.int64)})
+    assert_equal(
+        read_tensors(tmp_path / "file"),
+        {
+            "model.b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+            "a": torch.tensor(3.0),
+            "none": torch.empty(0, 3, dtype=torch.int64),
+        },
+    )
 
 
 def test_others_read_and_write_the_same_format(tmp_path) -> None:
@@ -417,7 +540,11 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
     assert not layer_path(tmp_path, 1).exists(), "only a draft"
     publish_layer(tmp_path, 1, 7)
     assert_equal(load_layer(tmp_path, 1), state)
-    assert len(said) == 1 and "parameters cannot be written: File too large; the workers wait for free space" in said[0]
+    assert (
+        len(said) == 1
+        and "parameters cannot be written: File too large; the workers wait for free space"
+        in said[0]
+    )
     assert [path.name for path in (tmp_path / "parameters").iterdir()] == ["layer-0001.safetensors"]
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
@@ -425,30 +552,53 @@ def test_final_parameters_wait_for_room_on_a_full_disk_and_say_so_once(tmp_path)
 
 
 def test_final_parameters_are_one_safetensors_file_a_layer(tmp_path) -> None:
-    layers = {layer: {"weight": torch.randn(2, 2, dtype=torch.bfloat16), "bias": torch.randn(2)}
-              for layer in (0, 3, 10)}
+    layers = {
+        layer: {"weight": torch.randn(2, 2, dtype=torch.bfloat16), "bias": torch.randn(2)}
+        for layer in (0, 3, 10)
+    }
     for layer, state in layers.items():
         draft_layer(tmp_path, layer, 1, state)
         publish_layer(tmp_path, layer, 1)
     assert {path.name for path in (tmp_path / "parameters").iterdir()} == {
-        "layer-0000.safetensors", "layer-0003.safetensors", "layer-0010.safetensors"}
+        "layer-0000.safetensors",
+        "layer-0003.safetensors",
+        "layer-0010.safetensors",
+    }
     assert_equal(load_layer(tmp_path, 3), layers[3])
-    assert_equal(load_parameters(tmp_path), {f"{layer}.{name}": tensor for layer, state in layers.items()
-                                             for name, tensor in state.items()})
+    assert_equal(
+        load_parameters(tmp_path),
+        {
+            f"{layer}.{name}": tensor
+            for layer, state in layers.items()
+            for name, tensor in state.items()
+        },
+    )
     layer_path(tmp_path, 3).write_bytes(b"nonsense")
     with pytest.raises(TensorError, match=r"layer-0003\.safetensors: not a safetensors file"):
         load_parameters(tmp_path)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{",
-    *(len(header).to_bytes(8, "little") + header + b"12345678" for header in (
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
-        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
-        b'{"a":{"dtype":"PY","shape":[8],"data_offsets":[0,8]}}',
-        b'{"a":{"dtype":"U8","shape":[-8],"data_offsets":[0,8]}}',
-        b'{"a":{"dtype":"U8","shape":[4611686018427387904,4],"data_offsets":[0,8]}}', b"[" * 10_000)),
-])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\x02\0\0\0\0\0\0\0{}x",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0{",
+        *(
+            len(header).to_bytes(8, "little") + header + b"12345678"
+            for header in (
+                b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+                b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+                b'{"a":{"dtype":"PY","shape":[8],"data_offsets":[0,8]}}',
+                b'{"a":{"dtype":"U8","shape":[-8],"data_offsets":[0,8]}}',
+                b'{"a":{"dtype":"U8","shape":[4611686018427387904,4],"data_offsets":[0,8]}}',
+                b"[" * 10_000,
+            )
+        ),
+    ],
+)
 def test_no_tensors(data, tmp_path) -> None:
     (tmp_path / "file").write_bytes(data)
     for read in (lambda: read_tensors(tmp_path / "file"), lambda: decode_tensors(data)):
@@ -468,8 +618,12 @@ def test_a_draft_becomes_a_checkpoint_only_when_it_is_allowed(tmp_path) -> None:
 
 
 def test_drafts_of_different_orders_do_not_mix_and_a_dropped_one_leaves_nothing(tmp_path) -> None:
-    old, new = (start_saving(tmp_path, 10, share(states(order), *layers), IDENTITY, order=order, allowed=False)
-                for order, layers in ((1, (0, 1)), (2, (2, 3))))
+    old, new = (
+        start_saving(
+            tmp_path, 10, share(states(order), *layers), IDENTITY, order=order, allowed=False
+        )
+        for order, layers in ((1, (0, 1)), (2, (2, 3)))
+    )
     for saving in (old, new):
         saving.wait()
         saving.allow()
@@ -484,8 +638,11 @@ def test_drafts_of_different_orders_do_not_mix_and_a_dropped_one_leaves_nothing(
 
 
 @pytest.mark.parametrize("settle", [PendingSave.allow, PendingSave.drop])
-def test_a_save_can_be_waited_for_while_its_draft_is_being_allowed_or_dropped(settle, tmp_path, monkeypatch) -> None:
-    """The thread that trains waits for the last save when the main thread hears that its iteration is committed."""
+def test_a_save_can_be_waited_for_while_its_draft_is_being_allowed_or_dropped(
+    settle, tmp_path, monkeypatch
+) -> None:
+    # The thread that trains waits for the last save when the main thread hears that its iteration
+    # is committed.
     starting, may_start = threading.Event(), threading.Event()
 
     class Late(threading.Thread):
@@ -506,7 +663,9 @@ def test_a_save_can_be_waited_for_while_its_draft_is_being_allowed_or_dropped(se
         may_start.set()
         settling.join()
     saving.wait()
-    assert (open_latest(tmp_path) is None) == (settle is PendingSave.drop) and not list(tmp_path.glob(".saving*"))
+    assert (open_latest(tmp_path) is None) == (settle is PendingSave.drop) and not list(
+        tmp_path.glob(".saving*")
+    )
 
 
 def test_a_folder_without_a_manifest_blocks_nothing(tmp_path) -> None:

@@ -1,4 +1,7 @@
-"""A rehearsed step uses the same ops, on the same dtypes, as a step of the layers: no kernel is loaded after it."""
+"""A rehearsed step uses the ops and dtypes of a step of the layers.
+
+No kernel is loaded after it.
+"""
 
 import pytest
 import torch
@@ -18,15 +21,25 @@ class OpRecorder(TorchDispatchMode):
         self.ops: set[tuple[str, frozenset[torch.dtype]]] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        self.ops.add((str(func), frozenset(one.dtype for one in tensors)))
+        tensors = [
+            leaf
+            for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        self.ops.add((str(func), frozenset(tensor.dtype for tensor in tensors)))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("config", [
-    TrainingConfig(), TrainingConfig(optimizer="sgd"), TrainingConfig(clip_norm=1.0),
-    TrainingConfig(dtype="bf16", master_weights=True),
-], ids=["adam", "sgd", "clipped", "master weights"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainingConfig(),
+        TrainingConfig(optimizer="sgd"),
+        TrainingConfig(clip_norm=1.0),
+        TrainingConfig(dtype="bf16", master_weights=True),
+    ],
+    ids=["adam", "sgd", "clipped", "master weights"],
+)
 def test_a_rehearsed_step_runs_the_ops_of_a_step_and_leaves_the_layers_alone(config):
     torch.manual_seed(0)
     layer = nn.Linear(8, 4).to(torch.bfloat16 if config.master_weights else torch.float32)

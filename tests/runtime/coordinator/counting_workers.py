@@ -55,8 +55,8 @@ class Counting:
         self.paused = True
         self.losses: dict[int, float] = {}
 
-    def ready(self, known):
-        return Ready(self.worker, (("127.0.0.1", 1),), None, known)
+    def ready(self, report):
+        return Ready(self.worker, (("127.0.0.1", 1),), None, report)
 
     def go_back(self, committed) -> None:
         """By one step at most."""
@@ -65,7 +65,8 @@ class Counting:
         self.reached = committed
 
     def holding(self):
-        return holding(*((layer, layer + 1) for layer in sorted(self.layers)))  # touching ones do no harm here
+        # Touching ones do no harm here.
+        return holding(*((layer, layer + 1) for layer in sorted(self.layers)))
 
     def hear(self) -> None:
         message = self.inbox.popleft()
@@ -74,7 +75,9 @@ class Counting:
                 self.train(message)
             case EndOrder() if self.order is not None and self.order.order == message.order:
                 self.pause()
-            case Acknowledged() if self.order is not None and not self.paused and self.order.order == message.order:
+            case Acknowledged() if (
+                self.order is not None and not self.paused and self.order.order == message.order
+            ):
                 assert message.iteration == self.reached
                 if message.committed is not None:
                     self.losses.update([message.committed])
@@ -88,7 +91,8 @@ class Counting:
             case ReportCheckpoints():
                 self.said.append(ReadableCheckpoints(self.worker, self.readable()))
             case Finish():
-                if self.order is not None:  # else a rank that node 0 was lost before it could tell: it holds nothing
+                # Else a rank that node 0 was lost before it could tell: it holds nothing.
+                if self.order is not None:
                     self.go_back(message.first_iteration - 1)
                 self.world.saving = message.first_iteration
                 self.said.append(self.finished(message))
@@ -108,7 +112,11 @@ class Counting:
 
     def readable(self):
         """The checkpoints that it can read."""
-        return tuple(one for one in self.world.checkpoints if not one or self.world.rng.random() < 0.7)
+        return tuple(
+            iteration
+            for iteration in self.world.checkpoints
+            if not iteration or self.world.rng.random() < 0.7
+        )
 
     @property
     def last(self) -> int:
@@ -125,7 +133,8 @@ class Counting:
     def train(self, order) -> None:
         schedule = decode(bytes(order.schedule))
         if self.worker not in schedule.seat_of:
-            self.order = None  # it came too late for this one, or has nothing to do; others may take layers from it
+            # It came too late for this one, or has nothing to do; others may take layers from it.
+            self.order = None
             return
         assert self.paused
         if self.order is None:
@@ -134,26 +143,48 @@ class Counting:
         if order.restore is not None or order.first_iteration == 0:
             assert order.restore is None or committed + 1 in self.world.checkpoints
             self.layers, self.reached = {}, committed
-        elif self.layers and self.world.went_back and committed not in (self.reached, self.reached - 1):
-            # it has not heard that all went back: what it holds fits nothing (`GenerationRunner.fits`)
+        elif (
+            self.layers
+            and self.world.went_back
+            and committed not in (self.reached, self.reached - 1)
+        ):
+            # it has not heard that all went back: what it holds fits nothing
+            # (`GenerationRunner.fits`)
             self.layers = {}
         elif self.layers:
             self.go_back(committed)
         moved = {move.layer for move in order.moves if move.target == self.worker}
-        read = {layer for worker, layers in order.restore or () if worker == self.worker for layer in layers}
+        read = {
+            layer
+            for worker, layers in order.restore or ()
+            if worker == self.worker
+            for layer in layers
+        }
         needs = self.world.rules.placement.held_layers(schedule, self.worker)
         if not order.fetch and order.first_iteration and order.restore is None:
             assert needs <= self.layers.keys() | moved, "nobody gives what it lacks"
         if order.restore is not None:
             assert needs <= read | moved
-        there = needs if order.fetch or (not order.first_iteration and order.restore is None) else \
-            read if order.restore is not None else needs & self.layers.keys()
-        self.layers |= dict.fromkeys(there, committed + 1)  # what others lack stays until all have begun
+        if order.fetch or (not order.first_iteration and order.restore is None):
+            there = needs
+        elif order.restore is not None:
+            there = read
+        else:
+            there = needs & self.layers.keys()
+        # What others lack stays until all have begun.
+        self.layers |= dict.fromkeys(there, committed + 1)
         self.needs = needs
-        self.lacking = {move.layer: move.source for move in order.moves if move.target == self.worker}
+        self.lacking = {
+            move.layer: move.source for move in order.moves if move.target == self.worker
+        }
         self.world.fewest = min(self.world.fewest, len(schedule.seats))
         self.saves = -1
-        self.order, self.members, self.failed, self.paused = order, schedule.members, order.failed, False
+        self.order, self.members, self.failed, self.paused = (
+            order,
+            schedule.members,
+            order.failed,
+            False,
+        )
         self.reached, self.begun = committed, committed + 1
         if self.world.rng.random() < self.world.refused:
             self.world.partial += 1
@@ -177,7 +208,9 @@ class Counting:
         source = self.source(worker)
         if source is None:
             self.pause("the source of a layer is gone")
-        elif worker not in self.members or (source.order is not None and source.order.order == self.order.order):
+        elif worker not in self.members or (
+            source.order is not None and source.order.order == self.order.order
+        ):
             assert layer in source.layers
             self.layers[layer] = self.order.first_iteration
             del self.lacking[layer]
@@ -188,7 +221,9 @@ class Counting:
     def pause(self, reason=None, named=()) -> None:
         if not self.paused and self.order is not None:
             self.paused = True
-            self.said.append(Paused(self.worker, self.order.order, self.holding(), None, reason, named))
+            self.said.append(
+                Paused(self.worker, self.order.order, self.holding(), None, reason, named)
+            )
 
     def step(self) -> None:
         """It can, once all members have begun the same iteration."""
@@ -198,19 +233,33 @@ class Counting:
             self.fetch()
             return
         if self.reached >= self.begun or not all(
-                other is not None and other.order is not None and other.order.order == self.order.order
-                and other.begun >= self.begun and not other.lacking for other in self.met()):
+            other is not None
+            and other.order is not None
+            and other.order.order == self.order.order
+            and other.begun >= self.begun
+            and not other.lacking
+            for other in self.met()
+        ):
             return
         self.layers = {layer: seen for layer, seen in self.layers.items() if layer in self.needs}
         self.reached = self.begun
-        self.world.stepped(self.order.order, self.reached, self.worker, saves=self.saves == self.reached)
+        self.world.stepped(
+            self.order.order, self.reached, self.worker, saves=self.saves == self.reached
+        )
         self.layers = dict.fromkeys(self.layers, self.reached + 1)
         self.report()
 
     def report(self) -> None:
         """Say that it has stepped."""
-        self.said.append(IterationReport(self.worker, self.order.order, self.reached,
-                                         float(self.reached) if self.worker == self.members[0] else 0.0, 0.1))
+        self.said.append(
+            IterationReport(
+                self.worker,
+                self.order.order,
+                self.reached,
+                float(self.reached) if self.worker == self.members[0] else 0.0,
+                0.1,
+            )
+        )
 
     def lose_coordinator(self) -> None:
         self.inbox.clear()
@@ -221,18 +270,30 @@ class Counting:
     def known(self):
         if self.order is None:
             return RecoveryReport(0, (), -1, holding(), None, False)
-        return RecoveryReport(self.order.order, self.failed, self.reached, self.holding(), None, False,
-                              self.order.first_iteration - 1, self.losses)
+        return RecoveryReport(
+            self.order.order,
+            self.failed,
+            self.reached,
+            self.holding(),
+            None,
+            False,
+            self.order.first_iteration - 1,
+            self.losses,
+        )
 
 
 class Other(Counting):
     """A worker whose node has another job file."""
 
-    def ready(self, known):
-        return replace(super().ready(known), identity=RunIdentity(training={"learning_rate": "0.002"}))
+    def ready(self, report):
+        return replace(
+            super().ready(report), identity=RunIdentity(training={"learning_rate": "0.002"})
+        )
 
     def train(self, order) -> None:
-        assert self.worker not in decode(bytes(order.schedule)).seat_of, "it would train something else"
+        assert self.worker not in decode(bytes(order.schedule)).seat_of, (
+            "it would train something else"
+        )
 
     def leave(self) -> None:
         self.world.refused_others += 1
@@ -240,7 +301,7 @@ class Other(Counting):
 
 
 class Rank(Counting):
-    """One of the processes of a worker: it steps once all of all members have begun."""
+    """A process of a worker that steps once all of all members have begun."""
 
     def __init__(self, worker, rank, world) -> None:
         self.rank = rank
@@ -253,23 +314,32 @@ class Rank(Counting):
             del self.world.workers[self.worker]
 
     def met(self):
-        return [one for worker in self.members
-                for one in (self.world.workers.get(worker, ()) if self.whole(worker) else (None,))]
+        ranks = []
+        for worker in self.members:
+            ranks += self.world.workers.get(worker, ()) if self.whole(worker) else (None,)
+        return ranks
 
     def source(self, worker):
-        return next((one for one in self.world.workers.get(worker, ()) if one.rank == self.rank), None)
+        return next(
+            (rank for rank in self.world.workers.get(worker, ()) if rank.rank == self.rank), None
+        )
 
     def whole(self, worker) -> bool:
         return len(self.world.workers.get(worker, ())) == RANKS
 
 
 class Apart(Counting):
-    """A worker that never reaches some others (`CutWorld.cut`): neither to train, nor to get their layers."""
+    """A worker that never reaches some others (`CutWorld.cut`).
+
+    It does so neither to train, nor to get their layers.
+    """
 
     def hear(self) -> None:
         match self.inbox[0]:
             case Fetch(number=number, moves=moves) if any(
-                    move.target == self.worker and self.world.is_cut(self.worker, move.source) for move in moves):
+                move.target == self.worker and self.world.is_cut(self.worker, move.source)
+                for move in moves
+            ):
                 self.inbox.popleft()
                 self.said.append(FetchFailed(self.worker, number, "timed out", unreachable=True))
             case _:

@@ -1,4 +1,7 @@
-"""A run of the real coordinator and commit log with workers that only count: one thing happens after the other."""
+"""A run of the real coordinator and commit log with workers that only count.
+
+One thing happens after the other.
+"""
 
 import functools
 import math
@@ -6,7 +9,12 @@ import random
 
 from slipstream.runtime.coordinator.connections.rank_reports import RankReports
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog, CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer, ScheduleRequest, SendMessage
+from slipstream.runtime.coordinator.decisions.effects import (
+    GiveUpWorker,
+    ScheduleAnswer,
+    ScheduleRequest,
+    SendMessage,
+)
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedRequest
@@ -23,16 +31,30 @@ from slipstream.runtime.events import Noted, WentBack
 from slipstream.runtime.protocol.to_coordinator import CheckpointSaved, Leaving, Published, Ready
 from slipstream.runtime.protocol.to_worker import EndOrder
 from slipstream.schedules.schedule import Worker
-from tests.runtime.coordinator.counting_workers import ITERATIONS, PARTITION, RANKS, Apart, Counting, Other, Rank
+from tests.runtime.coordinator.counting_workers import (
+    ITERATIONS,
+    PARTITION,
+    RANKS,
+    Apart,
+    Counting,
+    Other,
+    Rank,
+)
 from tests.runtime.failing import WIDE, Planning
 from tests.runtime.running import schedule_for
 from tests.runtime.test_going_back import on_the_spot
 
 WORKERS = [Worker(pipeline, column) for pipeline in range(3) for column in range(2)]
 FIRST = schedule_for(WIDE)
-ANSWERING = ScheduleService(FIRST.grid, SchedulePlanners(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None)
-RULES = RunRules(first=ANSWERING.prepare_schedule(FIRST), iterations=range(ITERATIONS), partition=PARTITION,
-                 automatic_checkpoints=True)
+ANSWERING = ScheduleService(
+    FIRST.grid, SchedulePlanners(on_the_spot(WIDE), None, Planning(WIDE)), lambda _: None
+)
+RULES = RunRules(
+    first=ANSWERING.prepare_schedule(FIRST),
+    iterations=range(ITERATIONS),
+    partition=PARTITION,
+    automatic_checkpoints=True,
+)
 ACT_SECONDS = 0.05
 """From one thing that happens to the next."""
 
@@ -40,11 +62,11 @@ ACT_SECONDS = 0.05
 @functools.cache
 def planned(question):
     try:
-        return ANSWERING.prepare_schedule(without_idle_workers(ANSWERING._choose_planner(question)()))
+        return ANSWERING.prepare_schedule(
+            without_idle_workers(ANSWERING._choose_planner(question)())
+        )
     except NoScheduleError as error:
         return error
-    except LookupError as error:  # half of a stage's layers had been moved to each of two workers
-        return NoScheduleError(str(error))
 
 
 class Unwritten(Writer, list):
@@ -63,13 +85,18 @@ class World:
     answer = staticmethod(planned)
     """To a question."""
     ends = ("no worker is left", "has no live worker left")
-    """Of what a run says where all are dead, or have come too late for a new coordinator."""
+    """Parts of what a run says where nobody can go on.
+
+    All are dead, or have come too late for a new coordinator.
+    """
 
     def __init__(self, rng, out, deadly) -> None:
         self.rng, self.out, self.deadly = rng, out, deadly
         self.workers = {worker: self.fresh(worker) for worker in self.grid_workers}
         self.checkpoints = [0]
-        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = self.partial = self.moved = 0
+        self.restarts = self.went_back = self.deaths = self.told_to_leave = self.saving = (
+            self.partial
+        ) = self.moved = 0
         self.fewest, self.now, self.refused, self.unfetched = len(self.grid_workers), 0.0, 0.02, 0.5
         self.savers: dict[tuple[int, int], dict[Worker, set[bool]]] = {}
         self.saved = 0
@@ -95,7 +122,11 @@ class World:
     """How often a worker is told to end."""
 
     def stepped(self, order, iteration, worker, *, saves) -> None:
-        """A worker that saves waits for all others' parts: all members of an order do so before the same step."""
+        """Note whether a worker saves before it steps an iteration.
+
+        A worker that saves waits for all others' parts: all members of an order do so before the
+        same step.
+        """
         self.savers.setdefault((order, iteration), {}).setdefault(worker, set()).add(saves)
 
     def go_back(self, iteration) -> None:
@@ -108,8 +139,11 @@ class World:
 
     def happens(self, event) -> None:
         answers, given_up = [], []
-        if isinstance(event, Published) and event.order == self.state.order \
-                and self.state.members.difference(self.state.phase.published) == {event.worker}:
+        if (
+            isinstance(event, Published)
+            and event.order == self.state.order
+            and self.state.members.difference(self.state.phase.published) == {event.worker}
+        ):
             self.checkpoints.append(self.saving)
         for effect in self.apply(event):
             match effect:
@@ -147,15 +181,15 @@ class World:
         """What the planner says at once."""
         return [ScheduleAnswer(question, self.answer(question))]
 
-    def committed(self, one, report) -> None:
-        self.log.write_iteration(one.iteration, one.loss, 0.1)
-        said = set().union(*self.savers.pop((report.order, one.iteration)).values())
+    def committed(self, commit, report) -> None:
+        self.log.write_iteration(commit.iteration, commit.loss, 0.1)
+        said = set().union(*self.savers.pop((report.order, commit.iteration)).values())
         assert len(said) == 1, "some save, and wait for others that do not"
         if said == {True}:
             self.saved += 1
-            self.happening.append(CheckpointSaved(report.worker, one.iteration, 0.0))
-        if (one.iteration + 1) % self.checkpoint_every == 0:
-            self.checkpoints.append(one.iteration + 1)
+            self.happening.append(CheckpointSaved(report.worker, commit.iteration, 0.0))
+        if (commit.iteration + 1) % self.checkpoint_every == 0:
+            self.checkpoints.append(commit.iteration + 1)
 
     def kill(self, worker) -> None:
         gone = self.workers.pop(worker)
@@ -165,16 +199,25 @@ class World:
         self.happens(WorkerLost(worker, f"{worker} was killed", self.now))
 
     def restart(self, written=None) -> None:
-        """The coordinator is gone with what it had not written, and another one looks for the workers."""
+        """Replace the coordinator by another one, which looks for the workers.
+
+        What it had not written is gone.
+        """
         self.restarts += 1
         self.write(self.disk.randint(0, len(self.unwritten)) if written is None else written)
         self.unwritten.clear()
         self.savers.clear()  # where nobody is left of a run, orders are numbered anew
         self.happening.clear()
         everyone = frozenset(self.grid_workers)
-        self.state = self.started(RejoiningPhase(losses=read_losses(self.out, 0), first=0, expected=everyone,
-                                                 grid=everyone,
-                                                 began=self.now))
+        self.state = self.started(
+            RejoiningPhase(
+                losses=read_losses(self.out, 0),
+                first=0,
+                expected=everyone,
+                grid=everyone,
+                began=self.now,
+            )
+        )
         self.lose_coordinator()
 
     def write(self, number) -> None:
@@ -183,14 +226,15 @@ class World:
             self.unwritten.pop(0)()
 
     def lose_coordinator(self) -> None:
-        for one in self.workers.values():
-            one.lose_coordinator()
+        for process in self.workers.values():
+            process.lose_coordinator()
 
     def took_over(self, found) -> None:
         """With those that have come; the others are too late."""
         self.log.drop_iterations_from(found.unwritten.start)
-        for unwritten, loss in zip(found.unwritten, found.losses[len(found.losses) - len(found.unwritten):],
-                                   strict=True):
+        for unwritten, loss in zip(
+            found.unwritten, found.losses[len(found.losses) - len(found.unwritten) :], strict=True
+        ):
             self.log.write_iteration(unwritten, loss)
             if math.isnan(loss):  # whoever was told of it first is dead, or all have gone back
                 assert self.deaths or self.went_back
@@ -209,20 +253,23 @@ class World:
     @property
     def there(self):
         """Those that live, and that the coordinator should know of."""
-        return [worker for worker, one in self.workers.items()
-                if not any(isinstance(message, Ready) for message in one.said)]
+        there = []
+        for worker, process in self.workers.items():
+            if not any(isinstance(message, Ready) for message in process.said):
+                there.append(worker)
+        return there
 
     def process(self, worker):
         """One of a worker's; None where it is dead."""
         return self.workers.get(worker)
 
-    def say(self, one) -> None:
-        self.happens(one.said.popleft())
+    def say(self, process) -> None:
+        self.happens(process.said.popleft())
 
     def act(self) -> None:
         rng, worker = self.rng, self.rng.choice(self.grid_workers)
-        one = self.process(worker)
-        if one is None:
+        process = self.process(worker)
+        if process is None:
             if rng.random() < 0.05:
                 self.workers[worker] = self.fresh(worker)
         elif rng.random() < self.deadly:
@@ -230,19 +277,19 @@ class World:
         elif rng.random() < self.leaving and self.taking_over is None:
             self.told_to_leave += 1
             self.happens(Leaving(worker))
-        elif one.said and rng.random() < 0.6:
-            self.say(one)
-        elif one.inbox:
-            one.hear()
+        elif process.said and rng.random() < 0.6:
+            self.say(process)
+        elif process.inbox:
+            process.hear()
         else:
-            one.step()
+            process.step()
         if rng.random() < 0.002:
             self.restart()
         self.now += ACT_SECONDS
         self.write(len(self.unwritten) * (self.disk.random() < 0.1))
         while self.happening:
             self.happens(self.happening.pop(0))
-        if self.taking_over is None or self.taking_over.known:
+        if self.taking_over is None or self.taking_over.reports:
             self.look()
 
     def look(self) -> None:
@@ -257,13 +304,19 @@ class OtherWorld(World):
         super().__init__(rng, out, deadly)
 
     def fresh(self, worker):
-        is_other = worker not in getattr(self, "workers", [worker]) and self.state.order > 0 and self.rng.random() < 0.3
+        is_other = (
+            worker not in getattr(self, "workers", [worker])
+            and self.state.order > 0
+            and self.rng.random() < 0.3
+        )
         return (Other if is_other else Counting)(worker, self)
 
 
 class RankedWorld(World):
-    """Each worker is a group of processes, whose reports the coordinator gets put together. They live and die together;
-    connections break now and then."""
+    """Each worker is a group of processes, whose reports the coordinator gets put together.
+
+    They live and die together; connections break now and then.
+    """
 
     def started(self, rejoining):
         self.reports = RankReports(RANKS, lambda worker, order: self.send(worker, EndOrder(order)))
@@ -273,59 +326,64 @@ class RankedWorld(World):
         return [Rank(worker, rank, self) for rank in range(RANKS)]
 
     def send(self, worker, message) -> None:
-        for one in self.workers.get(worker, ()):
-            one.inbox.append(message)
+        for rank in self.workers.get(worker, ()):
+            rank.inbox.append(message)
 
     @property
     def there(self):
-        return [worker for worker, ranks in self.workers.items()
-                if not any(isinstance(message, Ready) for one in ranks for message in one.said)]
+        there = []
+        for worker, ranks in self.workers.items():
+            if not any(isinstance(message, Ready) for rank in ranks for message in rank.said):
+                there.append(worker)
+        return there
 
     def process(self, worker):
         ranks = self.workers.get(worker)
         return self.rng.choice(ranks) if ranks else None
 
-    def say(self, one) -> None:
-        whole = self.reports.add_message(one.worker, one.rank, one.said.popleft())
+    def say(self, rank) -> None:
+        whole = self.reports.add_message(rank.worker, rank.rank, rank.said.popleft())
         if whole is not None:
             self.happens(whole)
 
     def kill(self, worker) -> None:
         ranks = self.workers.pop(worker)
         self.deaths += 1
-        while any(one.said for one in ranks):
-            self.say(self.rng.choice([one for one in ranks if one.said]))
+        while any(rank.said for rank in ranks):
+            self.say(self.rng.choice([rank for rank in ranks if rank.said]))
         self.reports.drop_worker(worker)
         self.happens(WorkerLost(worker, f"{worker} was killed", self.now))
 
     def lose_coordinator(self) -> None:
         for ranks in self.workers.values():
-            for one in ranks:
-                one.lose_coordinator()
+            for rank in ranks:
+                rank.lose_coordinator()
 
     def look(self) -> None:
         if self.taking_over is not None and self.taking_over.is_complete(self.now):
             for worker in self.reports.incomplete_workers:
                 self.kill(worker)
-        if self.taking_over is None or self.taking_over.known:
+        if self.taking_over is None or self.taking_over.reports:
             super().look()
 
     def forget(self, worker) -> None:
-        if any(one.order is not None for one in self.workers[worker]):
+        if any(rank.order is not None for rank in self.workers[worker]):
             self.reports.drop_worker(worker)
             self.workers[worker] = self.fresh(worker)
 
     def act(self) -> None:
         ranks = self.workers.get(self.rng.choice(WORKERS))
-        one = None if ranks is None else self.rng.choice(ranks)
-        if one is not None and self.rng.random() < 0.002:
-            one.pause("a connection broke")
+        rank = None if ranks is None else self.rng.choice(ranks)
+        if rank is not None and self.rng.random() < 0.002:
+            rank.pause("a connection broke")
         super().act()
 
 
 class CutWorld(World):
-    """From the start, or after it has died, one worker never reaches some of the others, at least one. Nothing else
-    fails."""
+    """One worker never reaches one or more others.
+
+    That is from the start, or after it has died. Nothing else fails.
+    """
 
     may_restart, leaving = False, 0.0
 
@@ -346,7 +404,9 @@ class CutWorld(World):
 
     def is_cut(self, worker, other) -> bool:
         return self.now >= self.cut_from and (
-            (worker == self.lone and other in self.unreached) or (other == self.lone and worker in self.unreached))
+            (worker == self.lone and other in self.unreached)
+            or (other == self.lone and worker in self.unreached)
+        )
 
     def fresh(self, worker):
         return Apart(worker, self)

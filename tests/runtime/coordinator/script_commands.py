@@ -49,8 +49,8 @@ class CommandedWorld(ScriptedWorld):
 
     def do_identify(self, words):
         """`identify 1.1 training.learning_rate=0.002`: as it will say of itself."""
-        if given := re.search(r"(\w+)\.([\w ]+)=(\S+)", words):
-            part, key, value = given.groups()
+        if match := re.search(r"(\w+)\.([\w ]+)=(\S+)", words):
+            part, key, value = match.groups()
             self.faults.identities |= dict.fromkeys(
                 parse_workers(words), RunIdentity(**{part: {key: value}})
             )
@@ -93,7 +93,10 @@ class CommandedWorld(ScriptedWorld):
                 self.happens(answer)
 
     def do_lose(self, words):
-        """`lose node 0`, or `lose node 0 with 1.1 and 2 lines` that it had not written."""
+        """`lose node 0`, or `lose node 0 with 1.1 and 2 lines`.
+
+        It had not written the lines.
+        """
         lines = int(found.group(1)) if (found := re.search(r"(\d+) lines", words)) else 0
         for worker in parse_workers(words):
             del self.workers[worker]
@@ -114,9 +117,9 @@ class CommandedWorld(ScriptedWorld):
 
     def do_cut(self, words):
         """`cut 1.1 0.0`: these two never reach each other; `cut 1.1`: nor any other."""
-        one, *others = parse_workers(words)
+        worker, *others = parse_workers(words)
         for other in others or self.grid_workers:
-            self.faults.cuts |= {(one, other), (other, one)}
+            self.faults.cuts |= {(worker, other), (other, worker)}
 
     def do_fetched(self, words):
         """`fetched 1.1 1001`: it says so late."""
@@ -128,7 +131,7 @@ class CommandedWorld(ScriptedWorld):
         self.faults.is_deaf = True
 
     def do_unwritable(self, words):
-        """`unwritable 0.0 0.1`: 0.0 never gets from 0.1 what it is to write at the end."""
+        """`unwritable 0.0 0.1`: 0.0 never gets what it is to write from 0.1."""
         writer, source = parse_workers(words)
         self.faults.unwritable[writer] = source
 
@@ -139,8 +142,8 @@ class CommandedWorld(ScriptedWorld):
 
     def do_break(self, words):
         """`break 0.0 1.0`: 0.0 has lost its connection to 1.0."""
-        one, other = parse_workers(words)
-        self.workers[one].pause(f"receiving from worker {other} failed", (one, other))
+        worker, other = parse_workers(words)
+        self.workers[worker].pause(f"receiving from worker {other} failed", (worker, other))
 
     def do_drop(self, words):
         """All layers that these hold."""
@@ -159,8 +162,8 @@ class CommandedWorld(ScriptedWorld):
         self.faults.fetch_failures |= dict.fromkeys(parse_workers(who), reason)
 
     def do_stall(self, words):
-        one, other = parse_workers(words)
-        self.happens(StallFound((one, other), f"worker {one} waits for worker {other}"))
+        worker, other = parse_workers(words)
+        self.happens(StallFound((worker, other), f"worker {worker} waits for worker {other}"))
 
     def do_flip(self, words):
         """`flip 2.0 parameters`, `state` or `digest`: what is wrong of what 2.0 has.

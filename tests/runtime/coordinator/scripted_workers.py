@@ -66,9 +66,9 @@ class Scripted(Apart):
         self.trusted_from = 0
         super().__init__(worker, world)
 
-    def ready(self, known):
+    def ready(self, report):
         identity = self.faults.identities.get(self.worker, NO_IDENTITY)
-        return replace(super().ready(known), identity=identity)
+        return replace(super().ready(report), identity=identity)
 
     def hear(self) -> None:
         message = self.inbox[0]
@@ -86,7 +86,7 @@ class Scripted(Apart):
         return super().fetched(message)
 
     def readable(self):
-        """Of a checkpoint that it has found damaged, it no longer says that it can read it."""
+        """It no longer says that it can read a checkpoint found damaged."""
         readable = self.faults.reads.get(self.worker, tuple(sorted(set(self.world.checkpoints))))
         return tuple(iteration for iteration in readable if iteration not in self.found_damaged)
 
@@ -123,8 +123,12 @@ class Scripted(Apart):
             )
 
     def known(self):
-        return replace(super().known(), validated=self.validated(), doubted=self.has_doubts,
-                       trusted_from=self.trusted_from)
+        return replace(
+            super().known(),
+            validated=self.validated(),
+            doubted=self.has_doubts,
+            trusted_from=self.trusted_from,
+        )
 
     def step(self) -> None:
         end = self.faults.data_end
@@ -138,19 +142,20 @@ class Scripted(Apart):
         flip = self.faults.flipped.get(self.worker)
         parameters = OTHER if flip == "parameters" else RIGHT
         state = OTHER if flip in ("parameters", "state") else RIGHT
-        return tuple(
-            Checksum(layer, 0, 1, includes_state, (state if includes_state else parameters,))
-            for layer in sorted(self.layers)
-            for includes_state in (False, True)
-        )
+        checksums = []
+        for layer in sorted(self.layers):
+            for includes_state in (False, True):
+                sums = (state if includes_state else parameters,)
+                checksums.append(Checksum(layer, 0, 1, includes_state, sums))
+        return tuple(checksums)
 
     def finished(self, message):
         """If it cannot get what it is to write, it reports that instead."""
         source = self.faults.unwritable.get(self.worker)
         if source in self.world.workers:
             blamed = self.worker, source
-            held, reason = self.holding(), "fetching layers failed"
-            return Paused(self.worker, message.order, held, None, reason, blamed)
+            holding, reason = self.holding(), "fetching layers failed"
+            return Paused(self.worker, message.order, holding, None, reason, blamed)
         digest = str(OTHER if self.faults.flipped.get(self.worker) == "digest" else RIGHT)
         return replace(
             super().finished(message),

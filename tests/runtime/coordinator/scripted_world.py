@@ -1,4 +1,6 @@
-"""A run of the real coordinator with workers that only count: nothing happens but by commands.
+"""A run of the real coordinator with workers that only count.
+
+Nothing happens but by commands.
 
 A message takes `MESSAGE_SECONDS` of virtual time, an iteration `STEP_SECONDS`. Workers speak in the
 order of their names, after all have heard what they were told.
@@ -12,8 +14,8 @@ from msgspec.structs import replace
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
+from slipstream.runtime.coordinator.decisions.rebalancing import MoveCost
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import ReportsReceived, WorkerLost
 from slipstream.runtime.coordinator.planning.background import capture_result
 from slipstream.runtime.coordinator.planning.schedule_finder import (
@@ -87,7 +89,7 @@ class ScriptedWorld(World):
             iterations=range(int(options.get("iterations", 100))),
             partition=partition(list(cuts)),
             automatic_checkpoints="saves" in options,
-            settles=MoveCost([1000] * sum(layers), 1e6) if "settles" in options else None,
+            move_cost=MoveCost([1000] * sum(layers), 1e6) if "settles" in options else None,
             plans_for_speeds="speeds" in options,
             domains=FailureDomains(machines if "nodes" in options else ()),
         )
@@ -105,8 +107,8 @@ class ScriptedWorld(World):
 
         def at_speeds(down, speeds):
             seats = [seat for seat in self.first.seats if seat.worker not in down]
-            held = tuple((seat.worker, self.first.held_layers_of_seat(seat)) for seat in seats)
-            return rebalancer.plan_at_once(down, held, speeds)
+            holdings = tuple((seat.worker, self.first.held_layers_of_seat(seat)) for seat in seats)
+            return rebalancer.plan_at_once(down, holdings, speeds)
 
         planners = SchedulePlanners(find, at_speeds, None if in_place else rebalancer)
         return ScheduleService(
@@ -153,6 +155,7 @@ class ScriptedWorld(World):
 
     def take_lines(self):
         """What was written down since the last call: equal reports of several workers in one."""
+
         def key(block):
             return block.text, block.lines, block.who[0].isdigit() or block.who
 
@@ -187,11 +190,11 @@ class ScriptedWorld(World):
         answers, self.found[:] = list(self.found), []
         return answers
 
-    def committed(self, one, report) -> None:
+    def committed(self, commit, report) -> None:
         if isinstance(report, ReportsReceived):
             report = report.reports[-1]
         before = len(self.happening)
-        super().committed(one, report)
+        super().committed(commit, report)
         for saved in self.happening[before:]:
             assert isinstance(saved, CheckpointSaved)
             self.checkpoints.append(saved.iteration)
@@ -224,17 +227,17 @@ class ScriptedWorld(World):
     def step_all(self, acting) -> bool:
         """Whether any of them has stepped, or got a layer."""
 
-        def progress(one):
-            return one.reached, len(one.lacking), len(one.said)
+        def progress(process):
+            return process.reached, len(process.lacking), len(process.said)
 
         before, ends = self.now, []
         for worker in acting:
-            one = self.workers[worker]
-            if one.lacking or one.begun < self.limits.get(worker, 0):
-                was = progress(one)
-                self.now = round(before + (LAYER_SECONDS if one.lacking else STEP_SECONDS), 2)
-                one.step()
-                ends += [self.now] if progress(one) != was else []
+            process = self.workers[worker]
+            if process.lacking or process.begun < self.limits.get(worker, 0):
+                was = progress(process)
+                self.now = round(before + (LAYER_SECONDS if process.lacking else STEP_SECONDS), 2)
+                process.step()
+                ends += [self.now] if progress(process) != was else []
         self.now = max(ends, default=before)
         return bool(ends)
 
@@ -247,7 +250,9 @@ class ScriptedWorld(World):
 
 
 def with_idle(workers, schedule, kinds):
-    """A schedule in which more workers live and only sum and step: `kinds` has "idles" or "spares".
+    """A schedule in which more workers live and only sum and step.
+
+    `kinds` has "idles" or "spares".
 
     One that is spared does not even hold a layer.
     """
@@ -257,7 +262,7 @@ def with_idle(workers, schedule, kinds):
         kept = tuple(op for op in schedule.programs[peer.program] if op.kind not in COMPUTE_KINDS)
         spared = kinds[worker] == "spares"
         seats[worker] = Seat(worker, worker, len(programs), () if spared else None)
-        programs.append(tuple(op for op in kept if op.kind is OpKind.O) if spared else kept)
+        programs.append(tuple(op for op in kept if not spared or op.kind is OpKind.O))
     times = schedule.times
     if "spares" in kinds.values():
         times = replace(times, optimizer_of_layer=(1,) * schedule.grid.layer_count)

@@ -30,7 +30,15 @@ from slipstream.runtime.protocol.to_coordinator import (
     WorkerEnded,
     WorkerStatus,
 )
-from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Finish, Leave, Publish, ReportStatus, Train
+from slipstream.runtime.protocol.to_worker import (
+    Acknowledged,
+    EndOrder,
+    Finish,
+    Leave,
+    Publish,
+    ReportStatus,
+    Train,
+)
 from slipstream.runtime.state.parts import ElementCounts
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -48,13 +56,17 @@ SETUP = WorkerSetup(common=COMMON, first_iteration=0, store=Rendezvous("127.0.0.
 def setup_with(heartbeat_timeout_seconds=None, **common):
     """The setup of the three workers, with other settings for all."""
     if heartbeat_timeout_seconds is not None:
-        common["resilience"] = dataclasses.replace(COMMON.resilience,
-                                                   heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+        common["resilience"] = dataclasses.replace(
+            COMMON.resilience, heartbeat_timeout_seconds=heartbeat_timeout_seconds
+        )
     return replace(SETUP, common=replace(COMMON, **common))
 
 
 class Processes:
-    """In place of the process manager: what it is told, and ends of processes that nobody has started."""
+    """Stands for the process manager.
+
+    It keeps what it is told, and ends of processes that nobody has started.
+    """
 
     def __init__(self) -> None:
         self.killed, self.buried, self._ends = [], [], []
@@ -82,7 +94,7 @@ class Processes:
         pass
 
     def get_node_workers(self, node):
-        return WORKERS[node:node + 1]
+        return WORKERS[node : node + 1]
 
     def kill_worker(self, worker):
         self.killed.append(worker)
@@ -91,9 +103,6 @@ class Processes:
         self.buried.append((worker, time.monotonic()))
 
     def begin_iteration(self, iteration):
-        pass
-
-    def commit_iteration(self, iteration):
         pass
 
 
@@ -169,13 +178,24 @@ class World:
         self._log = RunLog(out)
         shares = [WORKERS] if setup.common.nodes == 1 else [WORKERS[::2], WORKERS[1:2]]
         self.events = EventLoop(
-            RunSpec(request=RunRequest(
-                        schedule=schedule_for(JOB), config=config or tiny(), out=out,
-                        options=RunOptions(notify=self.told.append, secret=SECRET),
-                        resilience=Resilience(scheduler=scheduler, **limits)),
-                    setup=setup, forget_orders=self.forgotten.append,
-                    facts=RunFacts(shares=shares, elements=[ElementCounts(1)] * 4, whole_schedules=False)),
-            CommitLog(), self.processes, self._log)
+            RunSpec(
+                request=RunRequest(
+                    schedule=schedule_for(JOB),
+                    config=config or tiny(),
+                    out=out,
+                    options=RunOptions(notify=self.told.append, secret=SECRET),
+                    resilience=Resilience(scheduler=scheduler, **limits),
+                ),
+                setup=setup,
+                forget_orders=self.forgotten.append,
+                facts=RunFacts(
+                    shares=shares, elements=[ElementCounts(1)] * 4, whole_schedules=False
+                ),
+            ),
+            CommitLog(),
+            self.processes,
+            self._log,
+        )
         self.talkers, self.address, self.agent = {}, None, None
 
     @property
@@ -184,6 +204,7 @@ class World:
 
     def play(self, script=None, stops_before=99, *, agent=False):
         """With `agent`, that of node 1 joins before its worker, as all do."""
+
         async def live(talker):
             if agent and talker.worker == WORKERS[1]:
                 self.agent = await talk(self.address, JoinNode(1))
@@ -192,7 +213,9 @@ class World:
 
         async def run():
             listener, self.address = open_listener()
-            self.talkers = {worker: Talker(worker, self.address, stops_before) for worker in WORKERS}
+            self.talkers = {
+                worker: Talker(worker, self.address, stops_before) for worker in WORKERS
+            }
             others = [asyncio.create_task(live(talker)) for talker in self.talkers.values()]
             if script is not None:
                 others.append(asyncio.create_task(script(self)))
@@ -203,8 +226,13 @@ class World:
                 for other in others:
                     other.cancel()
                 ends = await asyncio.gather(*others, return_exceptions=True)
-                # The coordinator closes its connections at the end, and does not read what is said to it then.
-                wrong = [end for end in ends if isinstance(end, Exception) and not isinstance(end, OSError | EOFError)]
+                # The coordinator closes its connections at the end, and does not read what is said
+                # to it then.
+                wrong = [
+                    end
+                    for end in ends
+                    if isinstance(end, Exception) and not isinstance(end, OSError | EOFError)
+                ]
                 assert not wrong, wrong
 
         with self._log:

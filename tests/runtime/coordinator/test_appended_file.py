@@ -23,10 +23,12 @@ class Full(FileIO):
         return super().write(data)
 
 
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(tmp_path, monkeypatch):
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_once(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(run_log, "FileIO", Full)
-    told, write = [], Writer()
-    write.report_problem = told.append
+    problems, write = [], Writer()
+    write.report_problem = problems.append
     with RunLog(tmp_path, write=write) as log:
         for iteration in range(6):
             Full.full = "twice" if 2 <= iteration < 5 else False
@@ -35,19 +37,22 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_said_o
     assert read_losses(tmp_path, 0) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     lines = (tmp_path / EVENTS).read_bytes().splitlines()
     assert [decode_event(line).text for line in lines] == list("012345")
-    assert len(told) == 4 and all("cannot be written" in line for line in told[:2])
-    assert all(line.endswith("is written again") for line in told[2:])
+    assert len(problems) == 4 and all("cannot be written" in line for line in problems[:2])
+    assert all(line.endswith("is written again") for line in problems[2:])
 
 
 def test_what_a_disk_that_stays_full_lacks_is_said_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log, "FileIO", Full)
-    told, write = [], Writer()
-    write.report_problem = told.append
+    problems, write = [], Writer()
+    write.report_problem = problems.append
     with RunLog(tmp_path, write=write) as log:
         log.write_iteration(0, 0.0)
         Full.full = True
         for iteration in (1, 2, 3):
             log.write_iteration(iteration, 0.0)
     Full.full = False
-    assert told[-1] == f"{tmp_path / LOSSES} lacks the last 3 of its lines, which could not be written"
+    assert (
+        problems[-1]
+        == f"{tmp_path / LOSSES} lacks the last 3 of its lines, which could not be written"
+    )
     assert read_losses(tmp_path, 0) == [0.0]

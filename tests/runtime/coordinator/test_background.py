@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.coordinator.planning import background
-from slipstream.runtime.coordinator.planning.background import PlannerDiedError, run_in_process, run_in_thread
+from slipstream.runtime.coordinator.planning.background import (
+    PlannerDiedError,
+    run_in_process,
+    run_in_thread,
+)
 from slipstream.runtime.errors import RunError
 from slipstream.schedules.schedule import NoScheduleError
 from tests.jobs import grid
@@ -23,6 +27,7 @@ HERE = os.getpid()
 
 def answer(how, work):
     """Of one piece of work."""
+
     async def script():
         future = asyncio.get_running_loop().create_future()
         how(work, future.set_result)
@@ -34,14 +39,16 @@ def answer(how, work):
 @pytest.mark.parametrize("how", [run_in_thread, run_in_process])
 def test_answers_and_errors_come_back(how):
     class Odd(Exception):
-        def __init__(self, one, two):
-            super().__init__(f"{one} and {two}")
+        def __init__(self, first, two):
+            super().__init__(f"{first} and {two}")
 
     def fail(error):
         raise error
 
     assert answer(how, lambda: (FIRST, {FIRST.seats[0].worker: b"text"})) == (
-        FIRST, {FIRST.seats[0].worker: b"text"})
+        FIRST,
+        {FIRST.seats[0].worker: b"text"},
+    )
     for error in (NoScheduleError("none"), RunError("another job")):
         found = answer(how, lambda error=error: fail(error))
         assert type(found) is type(error) and str(found) == str(error)
@@ -62,27 +69,28 @@ def test_a_process_that_hangs_is_not_waited_for(monkeypatch):
 
 
 def test_a_process_answers_beside_many_connections():
-    """Those of 1,000 workers take up the low descriptors, which are all that select.select knows."""
+    # Those of 1,000 workers take up the low descriptors, which are all that select.select knows.
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
     try:
         assert answer(run_in_process, lambda: "found") == "found"
     finally:
-        for one in held:
-            os.close(one)
+        for descriptor in descriptors:
+            os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_process_plans_and_leaves_nothing_open(tmp_path):
-    """Else a connection that node 0 ends would stay open, and a worker would not notice that it was given up."""
+    # Else a connection that node 0 ends would stay open, and a worker would not notice that it was
+    # given up.
     (ours, theirs), asked = socket.socketpair(), tmp_path / "asked"
 
     def work():
         deadline = time.monotonic() + 60
         while not asked.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return os.getpid(), [one.name for one in Path("/proc/self/fd").iterdir()]
+        return os.getpid(), [descriptor.name for descriptor in Path("/proc/self/fd").iterdir()]
 
     async def script():
         future = asyncio.get_running_loop().create_future()
@@ -118,6 +126,8 @@ def test_a_process_that_dies_has_no_answer():
 
 def test_what_is_awaited_goes_first():
     def niceness(*, awaited):
-        return answer(lambda work, done: run_in_process(work, done, awaited=awaited), lambda: os.nice(0))
+        return answer(
+            lambda work, done: run_in_process(work, done, awaited=awaited), lambda: os.nice(0)
+        )
 
     assert niceness(awaited=False) > niceness(awaited=True) == os.nice(0)

@@ -1,4 +1,7 @@
-"""The short form of `python -m benchmarks.scale.chaos`: nodes and workers fail in virtual time, and all come back."""
+"""Nodes and workers fail in virtual time, and all come back.
+
+It is the short form of `python -m benchmarks.scale.chaos`.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +12,9 @@ from benchmarks.scale import chaos, virtual
 from slipstream.runtime.coordinator.connections.worker_connections import WorkerConnections
 from slipstream.runtime.coordinator.decisions.failover import RejoiningPhase
 
-WORKERS, FAULTS = 64, 25
+WORKERS = 64
+FAULTS = 25
+"""Failures of a run."""
 
 
 def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(tmp_path, monkeypatch):
@@ -18,9 +23,13 @@ def test_whoever_fails_the_run_goes_on_and_nobody_is_given_up_who_lives(tmp_path
     for seed in range(3):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        one = chaos.chaos(WORKERS, FAULTS, seed, folder)
-        assert one["deaths"] > FAULTS - 10 and one["orders"] > 10 and one["longest"] < chaos.PATIENCE
-        found.update(one)
+        result = chaos.chaos(WORKERS, FAULTS, seed, folder)
+        assert (
+            result["deaths"] > FAULTS - 10
+            and result["orders"] > 10
+            and result["longest"] < chaos.PATIENCE
+        )
+        found.update(result)
     assert found["undone"] and found["node 0"] > 1
 
 
@@ -40,9 +49,9 @@ def test_one_that_gives_up_who_lives_is_found_out(tmp_path, monkeypatch):
 def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
     found = RejoiningPhase.build_result
 
-    def forgets(one):
-        known = found(one)
-        return replace(known, committed=known.committed - 1, losses=known.losses[:-1])
+    def forgets(phase):
+        result = found(phase)
+        return replace(result, committed=result.committed - 1, losses=result.losses[:-1])
 
     monkeypatch.setattr(RejoiningPhase, "build_result", forgets)
     monkeypatch.setattr(chaos, "FAULTS", {"node 0": 1})
@@ -50,8 +59,11 @@ def test_one_that_forgets_what_is_committed_is_found_out(tmp_path, monkeypatch):
         chaos.chaos(WORKERS, 4, 0, tmp_path)
 
 
-def test_a_machine_gone_without_a_word_is_missed_also_where_a_worker_of_it_had_died_before(tmp_path, monkeypatch):
-    """Its launcher, started again, does not wait until the system gives up the connection of the one before."""
+def test_a_machine_gone_without_a_word_is_missed_also_where_a_worker_of_it_had_died_before(
+    tmp_path, monkeypatch
+):
+    # Its launcher, started again, does not wait until the system gives up the connection of the one
+    # before.
     monkeypatch.setattr(virtual, "SILENT_SECONDS", 1e6)
     monkeypatch.setattr(chaos, "FAULTS", {"worker": 10, "machine": 4})
     found = chaos.chaos(WORKERS, 120, 14, tmp_path, seconds=1.0)

@@ -23,24 +23,33 @@ class Log:
 
     def ran(self, report):
         self.log, committed = self.log.with_reports(report)
-        return [(one.iteration, one.loss) for one in committed]
+        return [(commit.iteration, commit.loss) for commit in committed]
 
     def validated(self, order, factor):
         self.log, committed = self.log.with_factor(order, factor)
-        return [(one.iteration, one.loss) for one in committed]
+        return [(validation.iteration, validation.loss) for validation in committed]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_loss_does_not_depend_on_who_reports_first(order):
     log = Log()
-    parts = [IterationReport(worker, 1, 0, loss, 0.1) for worker, loss in zip(WORKERS, (0.1, 0.2, 1e16), strict=True)]
-    assert [committed for index in order for committed in log.ran(parts[index])] == [(0, 0.1 + 0.2 + 1e16)]
+    parts = [
+        IterationReport(worker, 1, 0, loss, 0.1)
+        for worker, loss in zip(WORKERS, (0.1, 0.2, 1e16), strict=True)
+    ]
+    assert [committed for index in order for committed in log.ran(parts[index])] == [
+        (0, 0.1 + 0.2 + 1e16)
+    ]
 
 
 def test_an_iteration_is_committed_by_all_and_in_order():
     log = Log()
-    fast = [committed for iteration in range(2) for worker in WORKERS[:2]
-            for committed in log.ran(IterationReport(worker, 1, iteration, 1.0, 0.1))]
+    fast = [
+        committed
+        for iteration in range(2)
+        for worker in WORKERS[:2]
+        for committed in log.ran(IterationReport(worker, 1, iteration, 1.0, 0.1))
+    ]
     assert fast == [] and log.log.losses == []
     assert log.ran(IterationReport(WORKERS[2], 1, 0, 1.0, 0.3)) == [(0, 3.0)]
     assert log.ran(IterationReport(WORKERS[2], 1, 1, 1.0, 0.2)) == [(1, 3.0)]
@@ -92,7 +101,9 @@ def test_losses_before_a_return_are_kept_and_later_ones_replaced():
 
 def test_peers_must_end_with_the_same_parameters():
     log = Log().log.with_finished(Finished(WORKERS[0], 1, {"0.weight": "a"}))
-    with pytest.raises(CommitLogError, match=r"final parameter 0\.weight of worker 1\.0 differs from its peers'"):
+    with pytest.raises(
+        CommitLogError, match=r"final parameter 0\.weight of worker 1\.0 differs from its peers'"
+    ):
         log.with_finished(Finished(WORKERS[1], 1, {"0.weight": "b"}))
 
 
@@ -105,8 +116,11 @@ def test_what_was_begun_before_a_failure_never_happened():
     log.log = log.log.with_order(2, WORKERS[:2])
     assert log.ran(IterationReport(WORKERS[2], 1, 1, 1.0, 0.1)) == [], "too late"
     assert log.log.next_iteration == 1
-    assert [committed for worker in WORKERS[:2]
-            for committed in log.ran(IterationReport(worker, 2, 1, 2.0, 0.1))] == [(1, 4.0)]
+    assert [
+        committed
+        for worker in WORKERS[:2]
+        for committed in log.ran(IterationReport(worker, 2, 1, 2.0, 0.1))
+    ] == [(1, 4.0)]
 
 
 def test_what_was_committed_before_stays_as_it_was():
@@ -114,9 +128,14 @@ def test_what_was_committed_before_stays_as_it_was():
     for worker in WORKERS[:2]:
         log.ran(IterationReport(worker, 1, 0, 1.0, 0.1))
     before = log.log
-    assert log.ran(IterationReport(WORKERS[2], 1, 0, 1.0, 0.1)) == [(0, 3.0)] and log.log.losses == [3.0]
+    assert log.ran(IterationReport(WORKERS[2], 1, 0, 1.0, 0.1)) == [
+        (0, 3.0)
+    ] and log.log.losses == [3.0]
     assert before.losses == [] and before.next_iteration == 0
-    assert [one.loss for one in before.with_reports(IterationReport(WORKERS[2], 1, 0, 5.0, 0.1))[1]] == [7.0]
+    assert [
+        commit.loss
+        for commit in before.with_reports(IterationReport(WORKERS[2], 1, 0, 5.0, 0.1))[1]
+    ] == [7.0]
     assert log.log.losses == [3.0]
 
 

@@ -1,4 +1,4 @@
-"""What a coordinator that is started anew knows from the events of the one that has died."""
+"""What a new coordinator knows from the events of the one that has died."""
 
 import time
 
@@ -6,9 +6,13 @@ import pytest
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
-from slipstream.runtime.coordinator.decisions.failover import EMPTY_JOURNAL, RejoiningPhase, read_journal
+from slipstream.runtime.coordinator.decisions.failover import (
+    EMPTY_JOURNAL,
+    RejoiningPhase,
+    read_journal,
+)
+from slipstream.runtime.coordinator.decisions.rebalancing import MoveCost
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.settling import MoveCost
 from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
@@ -30,7 +34,9 @@ from tests.runtime.coordinator.driving import prepared
 from tests.runtime.coordinator.holding import holding, partition
 from tests.runtime.running import schedule_for
 
-WORKERS = ONE, OTHER, THIRD, FOURTH = [Worker(pipeline, column) for pipeline in range(2) for column in range(2)]
+WORKERS = ONE, OTHER, THIRD, FOURTH = [
+    Worker(pipeline, column) for pipeline in range(2) for column in range(2)
+]
 BEGINS = OrderGiven(order=1, schedule="0" * 16, live=4, planned_period=1.0, phase="whole")
 AGO = 100.0
 
@@ -56,14 +62,24 @@ def test_without_events_nothing_is_known(journal, tmp_path):
 
 
 def test_a_run_in_the_same_folder_begins_with_nothing(journal):
-    before = Slowed(worker=ONE, factor=2.0), Failed(worker=ONE, reason="x"), CheckpointWritten(checkpoint=3, took=0.5)
+    before = (
+        Slowed(worker=ONE, factor=2.0),
+        Failed(worker=ONE, reason="x"),
+        CheckpointWritten(checkpoint=3, took=0.5),
+    )
     found = journal(BEGINS, *before, BEGINS, Noted(text="x"))
-    assert (found.failures, found.speeds, found.checkpoint) == (0, {}, None) and found.began is not None
+    assert (found.failures, found.speeds, found.checkpoint) == (
+        0,
+        {},
+        None,
+    ) and found.began is not None
 
 
 def test_what_is_known_of_a_worker_is_forgotten_when_it_goes_or_comes_in_again(journal):
     slow = [Slowed(worker=worker, factor=2.0) for worker in WORKERS]
-    found = journal(BEGINS, *slow, Failed(worker=ONE, reason="x"), Joined(worker=OTHER), Recovered(worker=THIRD))
+    found = journal(
+        BEGINS, *slow, Failed(worker=ONE, reason="x"), Joined(worker=OTHER), Recovered(worker=THIRD)
+    )
     assert found.speeds == {THIRD: 1.0, FOURTH: 2.0}
 
 
@@ -73,21 +89,48 @@ def test_a_machine_fails_once(journal):
 
 
 def test_it_goes_on_as_the_one_before_would_have(journal):
-    found = journal(BEGINS, Slowed(worker=ONE, factor=1.98), Failed(worker=FOURTH, reason="x"),
-                    CheckpointWritten(checkpoint=3, took=0.5), CheckpointWritten(checkpoint=6, took=1.5))
-    rules = RunRules(first=prepared(schedule_for(grid(2, 2, 2))), iterations=range(100),
-                     partition=partition([0, 2, 4]), plans_for_speeds=True, settles=MoveCost([1] * 4, None),
-                     automatic_checkpoints=True)
+    found = journal(
+        BEGINS,
+        Slowed(worker=ONE, factor=1.98),
+        Failed(worker=FOURTH, reason="x"),
+        CheckpointWritten(checkpoint=3, took=0.5),
+        CheckpointWritten(checkpoint=6, took=1.5),
+    )
+    rules = RunRules(
+        first=prepared(schedule_for(grid(2, 2, 2))),
+        iterations=range(100),
+        partition=partition([0, 2, 4]),
+        plans_for_speeds=True,
+        move_cost=MoveCost([1] * 4, None),
+        automatic_checkpoints=True,
+    )
     at = time.monotonic()
-    state = build_initial_state(rules, CommitLog(), at, RejoiningPhase(
-        losses=(1.0,) * 8, first=0, gone=frozenset({FOURTH}), expected=frozenset(WORKERS), grid=frozenset(WORKERS),
-        began=at), found)
-    assert state.settler.failures == 1 and AGO - 1 < at - state.settler.began < AGO + 60
+    state = build_initial_state(
+        rules,
+        CommitLog(),
+        at,
+        RejoiningPhase(
+            losses=(1.0,) * 8,
+            first=0,
+            gone=frozenset({FOURTH}),
+            expected=frozenset(WORKERS),
+            grid=frozenset(WORKERS),
+            began=at,
+        ),
+        found,
+    )
+    assert state.rebalancing.failures == 1 and AGO - 1 < at - state.rebalancing.began < AGO + 60
     assert state.checkpoints.newest == 6 and AGO - 1 < at - state.checkpoints.began < AGO + 60
     for worker in WORKERS[:3]:
-        known = RecoveryReport(4, (FOURTH,), 7, holding((2 * worker.column, 2 * worker.column + 2)), None,
-                               pending=False)
-        state, _ = apply_event(rules, state, Ready(worker, (("127.0.0.1", 1),), known=known), at)
+        report = RecoveryReport(
+            4,
+            (FOURTH,),
+            7,
+            holding((2 * worker.column, 2 * worker.column + 2)),
+            None,
+            pending=False,
+        )
+        state, _ = apply_event(rules, state, Ready(worker, (("127.0.0.1", 1),), known=report), at)
     state, effects = apply_event(rules, state, TimePassed(), at)
     asked = [effect for effect in effects if isinstance(effect, ScheduleRequest)]
-    assert [(one.down, one.speeds) for one in asked] == [((FOURTH,), ((ONE, 2.0),))]
+    assert [(request.down, request.speeds) for request in asked] == [((FOURTH,), ((ONE, 2.0),))]

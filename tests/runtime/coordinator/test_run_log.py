@@ -6,7 +6,7 @@ import json
 from slipstream.runtime.coordinator.decisions.effects import compute_schedule_digest
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
-from slipstream.runtime.events import Failed, Finished, Noted, decode_event
+from slipstream.runtime.events import Failed, Noted, RunFinished, decode_event
 from slipstream.schedules.schedule import Worker
 
 
@@ -19,7 +19,7 @@ def test_each_event_has_its_time_and_its_iteration(tmp_path):
     with RunLog(tmp_path, 3, observer=seen.append) as log:
         log.write(Failed(worker=Worker(1, 2), reason="a reason\nof two lines"))
         log.write_iteration(3, 2.0)
-        log.write(Finished())
+        log.write(RunFinished())
     assert [decode_event(line) for line in lines(tmp_path)] == seen
     first, last = map(json.loads, lines(tmp_path))
     assert first["event"] == "failed" and first["worker"] == [1, 2] and first["iteration"] == 3
@@ -43,7 +43,11 @@ def test_the_next_start_appends_and_removes_half_a_line(tmp_path):
         with RunLog(tmp_path) as log:
             log.write(Noted(text="three"))
         assert (tmp_path / "events.jsonl").read_bytes().startswith(whole)
-        assert [decode_event(line).text[:5] for line in lines(tmp_path)] == ["xxxxx", "two", "three"]
+        assert [decode_event(line).text[:5] for line in lines(tmp_path)] == [
+            "xxxxx",
+            "two",
+            "three",
+        ]
     (tmp_path / "events.jsonl").write_bytes(b"only half a line")
     with RunLog(tmp_path):
         pass
@@ -65,8 +69,8 @@ def test_a_schedule_is_kept_once_by_its_digest(tmp_path):
             log.store_schedule(text)
     digests = [compute_schedule_digest(text) for text in (b"{}", b"[]", b"{}")]
     assert digests[0] == digests[2] != digests[1]
-    assert sorted(path.name for path in (tmp_path / "schedules").iterdir()) == sorted(
-        f"{digest}.json" for digest in set(digests))
+    names = sorted(f"{digest}.json" for digest in set(digests))
+    assert sorted(path.name for path in (tmp_path / "schedules").iterdir()) == names
     for digest, text in zip(digests, (b"{}", b"[]"), strict=False):
         assert (tmp_path / "schedules" / f"{digest}.json").read_bytes() == text
         assert hashlib.sha256(text).hexdigest().startswith(digest)

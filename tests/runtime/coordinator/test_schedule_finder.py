@@ -1,4 +1,7 @@
-"""Schedules are found in threads, and the one that all wait for waits for no other."""
+"""Schedules are found in threads.
+
+The one that all wait for waits for no other.
+"""
 
 import asyncio
 import threading
@@ -6,7 +9,11 @@ import threading
 from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest
 from slipstream.runtime.coordinator.decisions.slow_workers import SpeedRequest
 from slipstream.runtime.coordinator.planning import schedule_finder
-from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService
+from slipstream.runtime.coordinator.planning.schedule_finder import (
+    NoScheduleError,
+    SchedulePlanners,
+    ScheduleService,
+)
 from slipstream.schedules.schedule import Worker
 from tests.general import layers_moved
 from tests.jobs import grid
@@ -17,8 +24,9 @@ from tests.runtime.speaking import until
 
 JOB = grid(2, 2, 2)
 FIRST = schedule_for(JOB, [])
-JOIN, DEATH, LATER = ScheduleRequest(()), ScheduleRequest((Worker(1, 1),)), ScheduleRequest((Worker(1, 0),
-                                                                                             Worker(1, 1)))
+JOIN = ScheduleRequest(())
+DEATH = ScheduleRequest((Worker(1, 1),))
+LATER = ScheduleRequest((Worker(1, 0), Worker(1, 1)))
 
 
 class Asked:
@@ -26,7 +34,9 @@ class Asked:
 
     def __init__(self, scheduler, **options) -> None:
         self.answers, self.came = {}, asyncio.Event()
-        self.service = ScheduleService(FIRST.grid, SchedulePlanners(scheduler), self.found, **options)
+        self.service = ScheduleService(
+            FIRST.grid, SchedulePlanners(scheduler), self.found, **options
+        )
 
     def found(self, found) -> None:
         self.answers[found.question] = found.answer
@@ -53,16 +63,16 @@ def test_a_death_does_not_wait_for_the_plan_of_a_join():
         return schedule_for(JOB, list(map(str, down)))
 
     async def script():
-        one = Asked(scheduler)
+        finder = Asked(scheduler)
         for question in (JOIN, DEATH, LATER, DEATH):
-            one.service.request_schedule(question)
-        await one.answer(DEATH)
+            finder.service.request_schedule(question)
+        await finder.answer(DEATH)
         await until(lambda: len(asked) == 2)
-        assert JOIN not in one.answers and sorted(asked) == sorted([JOIN.down, DEATH.down])
-        one.service.request_schedule(LATER)
+        assert JOIN not in finder.answers and sorted(asked) == sorted([JOIN.down, DEATH.down])
+        finder.service.request_schedule(LATER)
         release.set()
-        await one.answer(JOIN)
-        await one.answer(LATER)
+        await finder.answer(JOIN)
+        await finder.answer(LATER)
         assert asked[2:] == [LATER.down]
 
     asyncio.run(script())
@@ -78,11 +88,13 @@ def test_plans_that_hang_do_not_hold_up_the_one_that_is_needed(monkeypatch):
         return schedule_for(JOB, list(map(str, down)))
 
     async def script():
-        one = Asked(scheduler)
+        finder = Asked(scheduler)
         for question in (JOIN, DEATH):
-            one.service.request_schedule(question)
+            finder.service.request_schedule(question)
         clock.now += schedule_finder.STUCK_REQUEST_SECONDS + 1
-        assert (await one.answer(LATER)).schedule.failed == LATER.down and one.answers.keys() == {LATER}
+        assert (
+            await finder.answer(LATER)
+        ).schedule.failed == LATER.down and finder.answers.keys() == {LATER}
         release.set()
 
     asyncio.run(script())
@@ -102,12 +114,13 @@ def test_what_the_scheduler_raises_is_the_answer():
 
 def test_for_speeds_nothing_moves_that_workers_hold():
     rebalancer, moved = Planning(JOB), layers_moved()
-    service = ScheduleService(FIRST.grid, SchedulePlanners(schedule_for, rebalancer.plan_at_once, rebalancer),
-                              lambda _: None)
+    service = ScheduleService(
+        FIRST.grid,
+        SchedulePlanners(schedule_for, rebalancer.plan_at_once, rebalancer),
+        lambda _: None,
+    )
 
     def planner(present):
         return service._choose_speed_planner(SpeedRequest(1, present, ()))
 
     assert planner(FIRST) == rebalancer.plan_at_once and planner(moved) != rebalancer.plan_at_once
-
-

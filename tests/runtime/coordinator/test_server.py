@@ -1,4 +1,7 @@
-"""The coordinator's end of its connections: who does not speak the protocol is cut off, and nobody else notices."""
+"""The coordinator's end of its connections.
+
+Who does not speak the protocol is cut off, and nobody else notices.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +17,13 @@ from slipstream.runtime.coordinator.connections.server import Server, start_serv
 from slipstream.runtime.protocol.authentication import PROTOCOL_VERSION, ChallengeAnswer, Secret
 from slipstream.runtime.protocol.channel import MAX_BYTES, encode_frame
 from slipstream.runtime.protocol.rendezvous import open_listener
-from slipstream.runtime.protocol.to_coordinator import Heartbeat, JoinNode, JoinWorker, Note, WorkerEnded
+from slipstream.runtime.protocol.to_coordinator import (
+    Heartbeat,
+    JoinNode,
+    JoinWorker,
+    Note,
+    WorkerEnded,
+)
 from slipstream.runtime.protocol.to_worker import EndOrder, Leave
 from slipstream.schedules.schedule import Worker
 from tests.runtime.speaking import SECRET, talk, until
@@ -23,12 +32,23 @@ WORKER = Worker(0, 1)
 
 
 def play(script, most_unknown=100):
-    """Run a script against a server: with its address, and lists of what was heard and said of connections."""
+    """Run a script against a server.
+
+    It gets the server's address, and lists of what was heard and said of connections.
+    """
+
     async def run():
         heard, said = [], []
         listener, address = open_listener()
-        running = await start_server(listener, Server(
-            SECRET, lambda connection, message: heard.append((connection, message)), said.append, most_unknown))
+        running = await start_server(
+            listener,
+            Server(
+                SECRET,
+                lambda connection, message: heard.append((connection, message)),
+                said.append,
+                most_unknown,
+            ),
+        )
         try:
             async with asyncio.timeout(120):
                 return await script(address, heard, said)
@@ -53,19 +73,32 @@ def test_messages_come_in_order_and_the_end_last():
         return heard
 
     heard = play(script)
-    assert [message for _, message in heard] == [JoinWorker(WORKER), Heartbeat(), Note(WORKER, "last words"), None]
+    assert [message for _, message in heard] == [
+        JoinWorker(WORKER),
+        Heartbeat(),
+        Note(WORKER, "last words"),
+        None,
+    ]
     assert {connection.peer for connection, _ in heard} == {WORKER} and heard[0][0].is_closed
 
 
 def a_stranger():
     """One who knows all but the secret."""
-    return ChallengeAnswer(Secret(b"another secret"), "control",
-                           PROTOCOL_VERSION + bytes(32)).hello + encode_frame(JoinWorker(WORKER)).data
+    return (
+        ChallengeAnswer(Secret(b"another secret"), "control", PROTOCOL_VERSION + bytes(32)).hello
+        + encode_frame(JoinWorker(WORKER)).data
+    )
 
 
-@pytest.mark.parametrize("said", [
-    b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything that there is\r\n\r\n", bytes(10**7), a_stranger()],
-    ids=["http", "10 MB", "another secret"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: there\r\nAccept: everything that there is\r\n\r\n",
+        bytes(10**7),
+        a_stranger(),
+    ],
+    ids=["http", "10 MB", "another secret"],
+)
 def test_a_stranger_is_cut_off_with_one_line_and_never_heard_of(said):
     async def script(address, heard, lines):
         reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -89,16 +122,32 @@ def test_who_does_not_say_who_it_is_is_cut_off_and_never_heard_of(message):
     assert heard == [] and line.endswith(" was cut off: the first message must identify the sender")
 
 
-@pytest.mark.parametrize(("hello", "then", "why"), [
-    (JoinNode(1), b"[]", "Expected `object`, got `array`"), (JoinNode(1), b"{}}", "missing required field `type`"),
-    (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which this peer may not send"),
-    (JoinWorker(WORKER), b'{"type":"WorkerEnded","worker":[0,1],"status":0}', "it sent WorkerEnded, which this peer "
-                                                                              "may not send"),
-    (JoinWorker(WORKER), b'{"type":"Note","worker":[1,1],"text":"not me"}',
-     "it sent Note, which this peer may not send"),
-    (JoinWorker(WORKER), b'{"type":"IterationReport","worker":[0,1],"order":"x"}', "Expected `int`, got `str`")])
+@pytest.mark.parametrize(
+    ("hello", "then", "why"),
+    [
+        (JoinNode(1), b"[]", "Expected `object`, got `array`"),
+        (JoinNode(1), b"{}}", "missing required field `type`"),
+        (JoinNode(1), b'{"type":"Heartbeat"}', "it sent Heartbeat, which this peer may not send"),
+        (
+            JoinWorker(WORKER),
+            b'{"type":"WorkerEnded","worker":[0,1],"status":0}',
+            "it sent WorkerEnded, which this peer may not send",
+        ),
+        (
+            JoinWorker(WORKER),
+            b'{"type":"Note","worker":[1,1],"text":"not me"}',
+            "it sent Note, which this peer may not send",
+        ),
+        (
+            JoinWorker(WORKER),
+            b'{"type":"IterationReport","worker":[0,1],"order":"x"}',
+            "Expected `int`, got `str`",
+        ),
+    ],
+)
 def test_nonsense_after_the_hello_ends_the_connection_with_one_line(hello, then, why):
     """Also what only others may say."""
+
     async def script(address, heard, lines):
         spoken = await talk(address, hello)
         spoken.say_body(then)
@@ -108,7 +157,11 @@ def test_nonsense_after_the_hello_ends_the_connection_with_one_line(hello, then,
 
     heard, (line,) = play(script)
     assert [message for _, message in heard] == [hello, None]
-    assert line.startswith(("node 1 at 127.0.0.1:", "worker 0.1 at 127.0.0.1:")) and why in line and "\n" not in line
+    assert (
+        line.startswith(("node 1 at 127.0.0.1:", "worker 0.1 at 127.0.0.1:"))
+        and why in line
+        and "\n" not in line
+    )
 
 
 def test_what_is_too_long_is_refused_before_it_is_read():
@@ -123,12 +176,15 @@ def test_what_is_too_long_is_refused_before_it_is_read():
 
 def test_all_workers_of_a_large_run_may_come_at_once():
     """More than asyncio lets wait by default, while the event loop is busy."""
+
     async def run():
         listener, address = open_listener()
         running = await start_server(listener, Server(SECRET, lambda *_: None, print, 400))
         with ExitStack() as stack:
             for _ in range(300):
-                stack.enter_context(socket.create_connection((address.host, address.port), timeout=0.5))
+                stack.enter_context(
+                    socket.create_connection((address.host, address.port), timeout=0.5)
+                )
         running.close()
 
     asyncio.run(run())
@@ -157,7 +213,9 @@ def test_of_many_who_say_nothing_the_oldest_goes_and_a_worker_comes_in():
 
     heard, lines = play(script, most_unknown=20)
     assert heard == JoinWorker(WORKER)
-    assert len(lines) == 10 and all("more than 20 connections have no identified peer" in line for line in lines)
+    assert len(lines) == 10 and all(
+        "more than 20 connections have no identified peer" in line for line in lines
+    )
 
 
 def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_before_the_end():
@@ -169,15 +227,15 @@ def test_what_is_sent_in_one_turn_of_the_event_loop_leaves_in_one_write_and_befo
         for last in (False, True):
             writes.write.reset_mock()
             sent = [encode_frame(message) for message in (EndOrder(1), Leave())]
-            for one in sent:
-                connection.send(one)
+            for frame in sent:
+                connection.send(frame)
             assert not writes.write.called
             if last:
                 connection.close()
             await until(lambda: writes.write.called)
             while len(received) < 2:
                 received += spoken.frames.parse_messages(await spoken.reader.read(2**16))
-            assert writes.write.call_count == 1 and [one.data[4:] for one in sent] == received
+            assert writes.write.call_count == 1 and [frame.data[4:] for frame in sent] == received
             received.clear()
 
     play(script)

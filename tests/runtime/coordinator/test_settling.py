@@ -1,4 +1,9 @@
-"""A worker becomes slow: work is shed, then layers move; it recovers, and they go back. All of it where it pays."""
+"""A worker becomes slow and recovers.
+
+Work is shed, then layers move, and they go back later.
+
+All of it where it pays.
+"""
 
 import pytest
 from msgspec.structs import replace
@@ -6,13 +11,28 @@ from msgspec.structs import replace
 from slipstream.runtime.coordinator.decisions import slow_detector
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.effects import ScheduleRequest, SendMessage
+from slipstream.runtime.coordinator.decisions.rebalancing import MoveCost
 from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.settling import MoveCost
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedEvent, SpeedRequest, period_at
+from slipstream.runtime.coordinator.decisions.slow_workers import (
+    SpeedEvent,
+    SpeedRequest,
+    period_at,
+)
 from slipstream.runtime.coordinator.decisions.transition import WorkerLost, apply_event
 from slipstream.runtime.coordinator.planning.background import capture_result
-from slipstream.runtime.coordinator.planning.schedule_finder import NoScheduleError, SchedulePlanners, ScheduleService
-from slipstream.runtime.events import Event, FetchAbandoned, FetchBegun, HandedOver, OrderGiven, SettlingChosen
+from slipstream.runtime.coordinator.planning.schedule_finder import (
+    NoScheduleError,
+    SchedulePlanners,
+    ScheduleService,
+)
+from slipstream.runtime.events import (
+    Event,
+    FetchAbandoned,
+    FetchBegun,
+    HandedOver,
+    OrderGiven,
+    SettlingChosen,
+)
 from slipstream.runtime.protocol.to_coordinator import FetchUpToDate, IterationReport, Paused, Ready
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Fetch, Train
 from slipstream.schedules.check import check
@@ -31,7 +51,9 @@ PARTITION = partition(range(9))
 
 
 class World:
-    """Workers that take as long as they are told to, and do at once what the coordinator says.
+    """Workers that take as long as they are told to.
+
+    They do at once what the coordinator says.
 
     `at_speeds` plans where they stay with their layers; `mtbf` is the user's.
     """
@@ -43,12 +65,20 @@ class World:
         self.order: Train | None = None
         self.schedule: Schedule | None = None
         self.rebalancer = Planning(JOB)
-        self.answering = ScheduleService(FIRST.grid, SchedulePlanners(planned(JOB), at_speeds, self.rebalancer),
-                                         self.found.append, background=lambda work, done,
-                                         **_: done(capture_result(work)))
+        self.answering = ScheduleService(
+            FIRST.grid,
+            SchedulePlanners(planned(JOB), at_speeds, self.rebalancer),
+            self.found.append,
+            background=lambda work, done, **_: done(capture_result(work)),
+        )
         self.rules = RunRules(
-            first=self.answering.prepare_schedule(first), iterations=range(10_000), partition=PARTITION,
-            settles=MoveCost([1000] * 8, 1e6), mtbf_seconds=mtbf, plans_for_speeds=True)
+            first=self.answering.prepare_schedule(first),
+            iterations=range(10_000),
+            partition=PARTITION,
+            move_cost=MoveCost([1000] * 8, 1e6),
+            mtbf_seconds=mtbf,
+            plans_for_speeds=True,
+        )
         self.state = build_initial_state(self.rules, CommitLog(), 0.0)
         self.acknowledged: dict[Worker, Acknowledged] = {}
         for worker in FIRST.seat_of:
@@ -79,8 +109,8 @@ class World:
             case Acknowledged():
                 self.acknowledged[worker] = message
             case Fetch() if self.fetching and worker == SLOW:
-                self.fetched = [FetchUpToDate(target, message.number)
-                                for target in sorted({move.target for move in message.moves})]
+                targets = sorted({move.target for move in message.moves})
+                self.fetched = [FetchUpToDate(target, message.number) for target in targets]
             case EndOrder():
                 assert self.died, "nobody has died"
 
@@ -89,15 +119,19 @@ class World:
             schedule, number, speeds = self.schedule, self.order.order, {SLOW: self.factor}
             window = period_at(schedule, speeds) / 100
             for worker in schedule.seat_of:
-                self.happens(IterationReport(worker, number, self.iteration, 1.0, window, self.times(worker)))
+                self.happens(
+                    IterationReport(worker, number, self.iteration, 1.0, window, self.times(worker))
+                )
             for fetched in self.__dict__.pop("fetched", []):
                 self.happens(fetched)
             self.iteration += 1
-            if all(one.stop for one in self.acknowledged.values()):
+            if all(acknowledgement.stop for acknowledgement in self.acknowledged.values()):
                 for worker in schedule.seat_of:
-                    held = tuple((layer, layer + 1)
-                                 for layer in sorted(PARTITION.placement.held_layers(schedule, worker)))
-                    self.happens(Paused(worker, number, holding(*held), None, None))
+                    layers = tuple(
+                        (layer, layer + 1)
+                        for layer in sorted(PARTITION.placement.held_layers(schedule, worker))
+                    )
+                    self.happens(Paused(worker, number, holding(*layers), None, None))
                 assert self.order.order == number + 1
             self.acknowledged.clear()
 
@@ -106,8 +140,11 @@ class World:
         self.died, schedule, number = True, self.schedule, self.order.order
         self.happens(WorkerLost(worker, "killed", 0.0))
         for other in sorted(schedule.seat_of.keys() - {worker}):
-            held = tuple((layer, layer + 1) for layer in sorted(PARTITION.placement.held_layers(schedule, other)))
-            self.happens(Paused(other, number, holding(*held), None, None))
+            layers = tuple(
+                (layer, layer + 1)
+                for layer in sorted(PARTITION.placement.held_layers(schedule, other))
+            )
+            self.happens(Paused(other, number, holding(*layers), None, None))
         assert self.order.order == number + 1
 
     def times(self, worker: Worker) -> tuple[OpTime, ...]:
@@ -115,8 +152,15 @@ class World:
         program = schedule.programs[schedule.seat_of[worker].program]
         ops = [(op.kind, op.slice) for op in program if op.kind in COMPUTE_KINDS]
         factor = self.factor if worker == SLOW else 1.0
-        return tuple(OpTime(kind, slice_, ops.count((kind, slice_)), factor / 100 * len(range(
-            *schedule.layers_of(slice_)))) for kind, slice_ in sorted(set(ops)))
+        return tuple(
+            OpTime(
+                kind,
+                slice_,
+                ops.count((kind, slice_)),
+                factor / 100 * len(range(*schedule.layers_of(slice_))),
+            )
+            for kind, slice_ in sorted(set(ops))
+        )
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
@@ -131,8 +175,12 @@ class World:
 
 
 def at_speeds(down, speeds):
-    held = tuple((seat.worker, FIRST.held_layers_of_seat(seat)) for seat in FIRST.seats if seat.worker not in down)
-    return Planning(JOB).plan_at_once(down, held, speeds)
+    holdings = tuple(
+        (seat.worker, FIRST.held_layers_of_seat(seat))
+        for seat in FIRST.seats
+        if seat.worker not in down
+    )
+    return Planning(JOB).plan_at_once(down, holdings, speeds)
 
 
 @pytest.fixture(autouse=True)
@@ -161,13 +209,14 @@ def test_it_sheds_work_then_settles_and_goes_back_once_the_worker_has_recovered(
 
 
 def test_layers_that_have_moved_before_a_death_do_not_make_the_next_schedule_settled():
-    """A run with `--layers move` begins with layers that have moved: it is whole then, and at once after a death."""
+    # A run with `--layers move` begins with layers that have moved: it is whole then, and at once
+    # after a death.
     rebalancer = Planning(JOB)
-    held = tuple((seat.worker, FIRST.held_layers_of_seat(seat)) for seat in FIRST.seats)
-    first = rebalancer.plan_settled((), held, ((SLOW, 3.0),))
+    holdings = tuple((seat.worker, FIRST.held_layers_of_seat(seat)) for seat in FIRST.seats)
+    first = rebalancer.plan_rebalanced((), holdings, ((SLOW, 3.0),))
     assert any(map(first.has_moved_layers, first.seats))
     world = World(at_speeds, first=first)
-    world.rebalancer.plan_settled = rebalancer.plan_settled
+    world.rebalancer.plan_rebalanced = rebalancer.plan_rebalanced
     world.run(2)
     assert world.phases == ["whole"]
     world.die(Worker(1, 1))
@@ -175,7 +224,8 @@ def test_layers_that_have_moved_before_a_death_do_not_make_the_next_schedule_set
 
 
 def test_it_settles_where_shedding_alone_gains_nothing():
-    """No order has come in between: the present one is to be settled all the same, at its period with a slow worker."""
+    # No order has come in between: the present one is to be settled all the same, at its period
+    # with a slow worker.
     world = World(lambda down, speeds: FIRST)
     world.run(20)
     world.factor = 3.0
@@ -205,16 +255,19 @@ def test_it_does_not_settle_where_something_else_comes_sooner_and_asks_no_more()
     world.factor = 3.0
     world.run(60)
     assert world.phases == ["whole", "whole"] and not world.moved
-    assert [one.settles for one in world.of(SettlingChosen)] == [False]
+    assert [choice.settles for choice in world.of(SettlingChosen)] == [False]
 
 
 def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
-    """It would wait for nobody, and nobody for it: it could be any number of iterations ahead."""
+    # It would wait for nobody, and nobody for it: it could be any number of iterations ahead.
+
     def none(down, speeds):
         raise NoScheduleError("the table has none")
 
     world = World(none)
-    world.rebalancer.plan_settled = lambda down, held, speeds: idle(SLOW, planned(JOB)((*down, SLOW)))
+    world.rebalancer.plan_rebalanced = lambda down, holdings, speeds: idle(
+        SLOW, planned(JOB)((*down, SLOW))
+    )
     world.run(20)
     world.factor = 20.0
     world.run(20)
@@ -222,7 +275,9 @@ def test_whoever_has_nothing_to_do_takes_no_part_and_waits():
     assert world.schedule.failed == (SLOW,) and not check(world.schedule)
     assert world.state.available_workers == FIRST.seat_of.keys(), "it may come in again"
     world.run(40)
-    assert len(world.of(FetchBegun)) == 1 and world.order.order == 2, "what it could join has nothing for it"
+    assert len(world.of(FetchBegun)) == 1 and world.order.order == 2, (
+        "what it could join has nothing for it"
+    )
 
 
 def idle(worker, schedule):
@@ -230,8 +285,13 @@ def idle(worker, schedule):
     steps = next(op for op in schedule.programs[0] if op.kind is OpKind.O)
     seats = {**schedule.seat_of, worker: Seat(worker, worker, len(schedule.programs), ())}
     times = replace(schedule.times, optimizer_of_layer=(1,) * schedule.grid.layer_count)
-    return replace(schedule, failed=tuple(one for one in schedule.failed if one != worker), times=times,
-                   seats=tuple(seats[one] for one in sorted(seats)), programs=(*schedule.programs, (steps,)))
+    return replace(
+        schedule,
+        failed=tuple(worker_ for worker_ in schedule.failed if worker_ != worker),
+        times=times,
+        seats=tuple(seats[worker_] for worker_ in sorted(seats)),
+        programs=(*schedule.programs, (steps,)),
+    )
 
 
 def test_a_fetch_for_a_worker_that_has_recovered_meanwhile_is_dropped():
@@ -250,9 +310,9 @@ def test_who_becomes_slow_and_recovers_again_and_again_is_moved_for_less_and_les
     """Each change of speed counts like a failure: what is gained lasts less long."""
     world = World(at_speeds)
     world.run(20)
-    before = world.state.settler.expected_seconds_to_failure(0.0)
+    before = world.state.rebalancing.expected_seconds_to_failure(0.0)
     for factor in (3.0, 1.0, 3.0, 1.0):
         world.factor = factor
         world.run(80)
-    assert world.state.settler.expected_seconds_to_failure(0.0) < before / 3
+    assert world.state.rebalancing.expected_seconds_to_failure(0.0) < before / 3
     assert "the next failure or change of speed is expected in" in world.told[-1]

@@ -1,4 +1,7 @@
-"""What becomes of slow workers, by reports that are made up: of workers that take so many times as long as others."""
+"""What becomes of slow workers, by made-up reports.
+
+They are of workers that take so many times as long as others.
+"""
 
 from slipstream.planner.failures import FailurePlanner
 from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
@@ -18,11 +21,15 @@ from tests.runtime.running import schedule_for
 
 JOB = grid(4, 2, 8)
 FIRST = schedule_for(JOB)
-LEFT_OUT, OTHER = Worker(1, 1), Worker(2, 0)
+LEFT_OUT = Worker(1, 1)
+OTHER = Worker(2, 0)
 
 
 class Run:
-    """Workers that train by whatever is decided; the coordinator's part is to carry decisions out at once."""
+    """Workers that train by whatever is decided.
+
+    The coordinator's part is to carry decisions out at once.
+    """
 
     def __init__(self):
         self.to, self.iteration, self.order = EffectCollector(0.0), 0, 0
@@ -40,26 +47,42 @@ class Run:
 
     def train(self, iterations, factors):
         for _ in range(iterations):
-            reports = [IterationReport(worker, self.order, self.iteration, 1.0, 1.0, times(worker, factors))
-                       for worker in self.schedule.seat_of]
-            self.slow = self.slow.with_iteration(CommittedIteration(
-                iteration=self.iteration, loss=1.0, window_seconds=1.0, gradient_norm=None, evaluation=None,
-                cost_error=None, reports=reports))
+            reports = [
+                IterationReport(
+                    worker, self.order, self.iteration, 1.0, 1.0, times(worker, factors)
+                )
+                for worker in self.schedule.seat_of
+            ]
+            self.slow = self.slow.with_iteration(
+                CommittedIteration(
+                    iteration=self.iteration,
+                    loss=1.0,
+                    window_seconds=1.0,
+                    gradient_norm=None,
+                    evaluation=None,
+                    cost_error=None,
+                    reports=reports,
+                )
+            )
             self.iteration += 1
 
     def look(self, at=0.0):
-        """Who may come in again, once what is planned for the speeds of now is known."""
+        """Look who may come in again, once plans for the present speeds are known."""
         before = self.slow.left_out.keys()
         self.to.at = at
         self.slow = self.slow.request_decision(self.schedule, self.iteration, self.to)
         if self.to.effects and isinstance(self.to.effects[-1], SpeedRequest):
             answer = answer_request(question := self.to.effects.pop(), self.plan)
-            self.slow = self.slow.with_answer(SpeedAnswer(question, answer), self.iteration, self.to)
+            self.slow = self.slow.with_answer(
+                SpeedAnswer(question, answer), self.iteration, self.to
+            )
         return before - self.slow.left_out.keys()
 
 
 def times(worker, factors):
-    return tuple(OpTime(kind, worker.column, 8, 0.1 * factors.get(worker, 1.0)) for kind in COMPUTE_KINDS)
+    return tuple(
+        OpTime(kind, worker.column, 8, 0.1 * factors.get(worker, 1.0)) for kind in COMPUTE_KINDS
+    )
 
 
 def leave_out(run):
@@ -77,9 +100,13 @@ def test_one_that_is_left_out_takes_part_again_after_a_pause_that_is_longer_each
         while not run.look(run.to.at + 1.0):
             pass
         pauses.append(run.to.at - began)
-        assert not run.slow.left_out and LEFT_OUT not in run.slow.factors, "it is believed to be as quick as others"
+        assert not run.slow.left_out and LEFT_OUT not in run.slow.factors, (
+            "it is believed to be as quick as others"
+        )
         run.begin(FIRST)
-    assert pauses == [10.0, 20.0, 40.0] and [event.left_out for event in run.told] == [(LEFT_OUT,)] * 3
+    assert (
+        pauses == [10.0, 20.0, 40.0] and [event.left_out for event in run.told] == [(LEFT_OUT,)] * 3
+    )
 
 
 def test_others_that_become_slow_meanwhile_are_relieved():

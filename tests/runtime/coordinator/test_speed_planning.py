@@ -1,4 +1,7 @@
-"""What is planned for workers that are slow: by the planner, for a job of four pipelines."""
+"""What is planned for workers that are slow.
+
+The planner plans a job of four pipelines.
+"""
 
 import pytest
 
@@ -39,15 +42,24 @@ def test_one_that_is_too_slow_to_be_worth_its_place_is_left_out():
 def test_the_last_that_holds_a_stage_is_never_left_out():
     job = grid(1, 2, 4)
     first = schedule_for(job)
-    decision = decide_for_speeds(first, ((Worker(0, 1), 100.0),), FailurePlanner(job, first).at_speeds)
+    decision = decide_for_speeds(
+        first, ((Worker(0, 1), 100.0),), FailurePlanner(job, first).at_speeds
+    )
     assert decision.left_out == () and decision.schedule is None
 
 
 def test_the_present_order_of_ops_is_timed_at_the_speeds_that_were_measured():
     usual = FIRST.seconds(FIRST.period_ticks)
-    assert period_at(FIRST, {}) == usual and 1.8 * usual < period_at(FIRST, {SLOW: 2.0}) < 2.1 * usual
+    assert (
+        period_at(FIRST, {}) == usual and 1.8 * usual < period_at(FIRST, {SLOW: 2.0}) < 2.1 * usual
+    )
     slowed = PLAN((), ((SLOW, 2.0),))
-    assert period_at(slowed, {SLOW: 2.0}) == slowed.seconds(slowed.period_ticks) > period_at(slowed, {}) > usual
+    assert (
+        period_at(slowed, {SLOW: 2.0})
+        == slowed.seconds(slowed.period_ticks)
+        > period_at(slowed, {})
+        > usual
+    )
 
 
 def test_a_schedule_of_another_job_is_refused():
@@ -57,7 +69,7 @@ def test_a_schedule_of_another_job_is_refused():
 
 
 def test_what_is_known_and_knows_no_speeds_is_used_only_where_it_is_better():
-    """The first schedule, or a table's, in which the slow worker has as much to do as all others."""
+    # It is the first one, or a table's, in which the slow worker has as much to do as all others.
     assert PLAN((), ()) is FIRST
     shed = PLAN((), ((SLOW, 2.0),))
     assert shed is not FIRST and period_at(shed, {SLOW: 2.0}) < period_at(FIRST, {SLOW: 2.0})

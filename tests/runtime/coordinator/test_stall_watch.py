@@ -5,7 +5,9 @@ from slipstream.runtime.coordinator.connections.stall_watch import STATUS_ANSWER
 from slipstream.runtime.protocol.to_coordinator import WorkerStatus
 from slipstream.schedules.schedule import Worker
 
-A, B, C = Worker(0, 0), Worker(1, 0), Worker(0, 1)
+A = Worker(0, 0)
+B = Worker(1, 0)
+C = Worker(0, 1)
 HELD = {A: {0, 1}, B: {0, 1}, C: {2}}
 INTERVAL = 1.0
 
@@ -32,24 +34,28 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    made = World()
-    monkeypatch.setattr(stall_watch, "time", made)
-    made.watch = StallWatch(10.0, made.asked.append)
-    return made
+    world_ = World()
+    monkeypatch.setattr(stall_watch, "time", world_)
+    world_.watch = StallWatch(10.0, world_.asked.append)
+    return world_
 
 
 def test_who_has_hung_is_told_and_named_before_those_who_wait(world):
     assert world.look(10) == [] == world.asked
     world.look(1)
     assert world.asked == [A, C, B]
-    for status in (WorkerStatus(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
-                   WorkerStatus(B, "iteration 3, W", 9.5, waits=False),
-                   WorkerStatus(C, "iteration 3, F", 0.1, waits=False)):
+    for status in (
+        WorkerStatus(A, "iteration 3, F: receiving from worker 1.0", 9.0, waits=True),
+        WorkerStatus(B, "iteration 3, W", 9.5, waits=False),
+        WorkerStatus(C, "iteration 3, F", 0.1, waits=False),
+    ):
         world.watch.add_status(status)
     (stall,) = world.look(1)
-    assert str(stall) == ("nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
-                          "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)")
-    assert [one.worker for one in stall.find_culprits(HELD)] == [B]
+    assert str(stall) == (
+        "nothing has been committed for 12 s; worker 1.0: iteration 3, W (10 s); worker 0.1: "
+        "iteration 3, F; worker 0.0: iteration 3, F: receiving from worker 1.0 (9 s)"
+    )
+    assert [member.worker for member in stall.find_culprits(HELD)] == [B]
     assert world.look(10) == [] and world.look(3), "said again after the next timeout"
 
 
@@ -66,7 +72,9 @@ def test_who_does_not_answer_is_waited_for_only_a_moment(world):
     world.look(11)
     world.watch.add_status(WorkerStatus(A, "waits for the next order", 0.0, waits=True))
     (stall,) = world.look(STATUS_ANSWER_SECONDS + 1, planning=True)
-    assert str(stall).endswith("worker 1.0 does not answer; node 0: plans a schedule for the workers that are left")
+    assert str(stall).endswith(
+        "worker 1.0 does not answer; node 0: plans a schedule for the workers that are left"
+    )
 
 
 def test_progress_and_time_in_which_this_process_did_not_run_count_as_none(world):
@@ -80,23 +88,33 @@ def test_progress_and_time_in_which_this_process_did_not_run_count_as_none(world
 
 
 def answers(world, *statuses):
-    """The report after members have said, once nothing has been committed for long, what they wait for."""
+    """The report after members have said what they wait for.
+
+    Nothing has been committed for long.
+    """
     world.look(11)
     for worker, seconds, awaited in statuses:
-        world.watch.add_status(WorkerStatus(worker, "receiving", seconds, waits=True, awaited=awaited))
+        world.watch.add_status(
+            WorkerStatus(worker, "receiving", seconds, waits=True, awaited=awaited)
+        )
     (stall,) = world.look(1)
     return stall
 
 
 def test_members_that_wait_for_each_other_are_named_and_not_who_waits_for_them(world):
-    """None of them computes, so that nobody hangs, and a connection between two of them carries nothing."""
+    # None of them computes, so that nobody hangs, and a connection between two of them carries
+    # nothing.
     stall = answers(world, (A, 19.0, (B,)), (B, 19.0, (A,)), (C, 19.0, (A,)))
-    assert stall.find_culprits(HELD) == [] and [one.worker for one in stall.find_circle()] == [A, B]
+    assert stall.find_culprits(HELD) == [] and [
+        member.worker for member in stall.find_circle()
+    ] == [A, B]
 
 
 @pytest.mark.parametrize("seconds", [[19.0, 9.0, 19.0], [19.0, 19.0, 19.0]])
 def test_nobody_is_named_whose_wait_ends_with_that_of_another(world, seconds):
-    """C waits for node 0, or all wait for who has not waited for long: their transfers may only be slow."""
+    # C waits for node 0, or all wait for who has not waited for long: their transfers may only be
+    # slow.
     a, b, c = seconds
-    stall = answers(world, (A, a, (B,)), (B, b, (C,) if b > 10 else (A,)), (C, c, () if b > 10 else (B,)))
+    waits_of_b, waits_of_c = ((C,), ()) if b > 10 else ((A,), (B,))
+    stall = answers(world, (A, a, (B,)), (B, b, waits_of_b), (C, c, waits_of_c))
     assert stall.find_circle() == []

@@ -1,4 +1,7 @@
-"""What a transcript calls each event, effect and state of a run, in one line each.
+"""What a transcript calls each event, effect and state of a run.
+
+Each has one line. Schedules are named by the workers that are down in them, so that no line depends
+on a planner.
 
 Schedules are named by the workers that are down in them, so that no line depends on a planner.
 """
@@ -9,7 +12,12 @@ from itertools import groupby
 from msgspec.structs import asdict
 
 from slipstream.runtime.coordinator.decisions.commit_log import CommittedIteration
-from slipstream.runtime.coordinator.decisions.effects import GiveUpWorker, ScheduleAnswer, ScheduleRequest, SendMessage
+from slipstream.runtime.coordinator.decisions.effects import (
+    GiveUpWorker,
+    ScheduleAnswer,
+    ScheduleRequest,
+    SendMessage,
+)
 from slipstream.runtime.coordinator.decisions.failover import FailoverResult, RejoiningPhase
 from slipstream.runtime.coordinator.decisions.recoveries import Recovery
 from slipstream.runtime.coordinator.decisions.run_state import (
@@ -19,8 +27,17 @@ from slipstream.runtime.coordinator.decisions.run_state import (
     RunState,
     TrainingPhase,
 )
-from slipstream.runtime.coordinator.decisions.slow_workers import SpeedAnswer, SpeedDecision, SpeedEvent, SpeedRequest
-from slipstream.runtime.coordinator.decisions.transition import ReportsReceived, StallFound, WorkerLost
+from slipstream.runtime.coordinator.decisions.slow_workers import (
+    SpeedAnswer,
+    SpeedDecision,
+    SpeedEvent,
+    SpeedRequest,
+)
+from slipstream.runtime.coordinator.decisions.transition import (
+    ReportsReceived,
+    StallFound,
+    WorkerLost,
+)
 from slipstream.runtime.events import Event, OrderGiven, SettlingChosen
 from slipstream.runtime.protocol.to_coordinator import (
     CheckpointSaved,
@@ -49,9 +66,15 @@ from slipstream.schedules.layers import LayerRange, merge_ranges
 from slipstream.schedules.schedule import Worker
 
 RIGHT = 1
-"""Checksum of a copy, and digest of a sample, as they should be: only others are written down."""
+"""Checksum of a copy, and digest of a sample, as they should be.
+
+Only others are written down.
+"""
 MAX_ABSENT = 2
-"""Workers that a group is said to lack, at most; else those that it has are named."""
+"""Workers that a group is said to lack, at most.
+
+Where more lack, those that it has are named.
+"""
 
 
 class Namer:
@@ -114,11 +137,12 @@ def _holds(kept: HeldState) -> str:
 
 
 def _describe_copies(checksums: Iterable[Checksum]) -> list[str]:
-    return [
-        f"other {'state' if one.state else 'parameters'} of layer {one.layer}"
-        for one in checksums
-        if one.sums[0] != RIGHT
-    ]
+    texts = []
+    for checksum in checksums:
+        if checksum.sums[0] != RIGHT:
+            part = "state" if checksum.state else "parameters"
+            texts.append(f"other {part} of layer {checksum.layer}")
+    return texts
 
 
 def describe_event(event: object, names: Namer) -> tuple[str, str]:
@@ -127,11 +151,12 @@ def describe_event(event: object, names: Namer) -> tuple[str, str]:
     kind = type(event).__name__
     match event:
         case Ready():
-            known = event.known
+            rejoining = event.known
             again = ""
-            if known is not None:
-                again = f"order {known.order}, stepped {known.iteration}, {_holds(known.kept)}"
-                again = _join(again, "copies differed" if known.doubted else "")
+            if rejoining is not None:
+                stepped = f"stepped {rejoining.iteration}"
+                again = f"order {rejoining.order}, {stepped}, {_holds(rejoining.kept)}"
+                again = _join(again, "in doubt" if rejoining.doubted else "")
             other = [
                 f"{part}.{key} = {value}"
                 for part, values in asdict(event.identity).items()
@@ -140,13 +165,14 @@ def describe_event(event: object, names: Namer) -> tuple[str, str]:
             return who, " ".join(filter(None, (kind, _join(again, *other))))
         case IterationReport():
             samples = [
-                f"other sample {one.pipeline}.{one.index}"
-                for one in event.samples
-                if one.digest != str(RIGHT)
+                f"other sample {sample.pipeline}.{sample.index}"
+                for sample in event.samples
+                if sample.digest != str(RIGHT)
             ]
+            loss = "" if event.loss is not None else "loss nan"
             return who, _join(
                 f"{kind} {event.iteration}",
-                "" if event.loss is not None else "loss nan",
+                loss,
                 *_describe_copies(event.checksums),
                 *samples,
                 "other deal" if event.deal != str(RIGHT) else "",
@@ -207,17 +233,17 @@ def describe_effect(effect: object, names: Namer, event: object) -> list[str]:
         case SendMessage(message=ScheduleContent() | AssignedShare()):
             return []  # what a schedule is made of
         case SendMessage():
-            told = names.name(effect.workers)
+            recipients = names.name(effect.workers)
             if effect.workers == (getattr(event, "worker", None),):
-                told = "it"
-            return [f"-> {told}: {_describe_message(effect.message, names)}"]
+                recipients = "it"
+            return [f"-> {recipients}: {_describe_message(effect.message, names)}"]
         case GiveUpWorker():
             return [f"give up {effect.worker}: {effect.reason}"]
         case CommittedIteration():
             return [f"commit {effect.iteration}, loss {effect.loss:g}"]
         case ScheduleRequest():
             how = " from a checkpoint" if effect.from_checkpoint else ""
-            if effect.held and not effect.settled:
+            if effect.held and not effect.rebalanced:
                 how = " as layers are"
             speeds = f"for {_name_speeds(effect.speeds)}" if effect.speeds else ""
             return [
@@ -231,7 +257,7 @@ def describe_effect(effect: object, names: Namer, event: object) -> list[str]:
                     f"found order {effect.order}",
                     f"committed {effect.committed}",
                     f"missing {names.name(effect.missing)}",
-                    "copies differed" if effect.doubted else "",
+                    "in doubt" if effect.doubted else "",
                 )
             ]
         case Recovery():
@@ -252,14 +278,12 @@ def describe_effect(effect: object, names: Namer, event: object) -> list[str]:
                 for key, value in asdict(effect).items()
                 if key not in Event.__struct_fields__
             }
-            texts = (
-                names.name(value)
-                if key == "workers"
-                else f"{value:g}"
-                if isinstance(value, float)
-                else str(value)
-                for key, value in fields.items()
-            )
+            texts = []
+            for key, value in fields.items():
+                if key == "workers":
+                    texts.append(names.name(value))
+                else:
+                    texts.append(f"{value:g}" if isinstance(value, float) else str(value))
             return [f"log {effect.__struct_config__.tag} {', '.join(texts)}"]
     raise TypeError(f"{effect!r}: a transcript has no line for it")
 
@@ -294,19 +318,20 @@ def _describe_message(message: object, names: Namer) -> str:
             )
         case Acknowledged():
             committed = "" if message.committed is None else f"committed {message.committed[0]}"
+            stop = "stop" if message.stop else ""
             return _join(
-                f"{kind} {message.iteration}",
-                committed,
-                "stop" if message.stop else "",
-                "save" if message.save else "",
+                f"{kind} {message.iteration}", committed, stop, "save" if message.save else ""
             )
         case EndOrder():
-            return _join(f"{kind} {order}", "copies differ" if message.doubted else "")
+            return _join(f"{kind} {order}", "in doubt" if message.doubted else "")
     return kind if order is None else f"{kind} {order}"
 
 
 def describe_state(state: RunState, names: Namer) -> dict[str, str]:
-    """What decisions depend on, by its name; what a reader sees in the messages is left out."""
+    """Describe what decisions depend on, by its name.
+
+    What a reader sees in the messages is left out.
+    """
     phase, stop, save = state.phase, None, None
     match phase:
         case GatheringPhase():
@@ -328,7 +353,7 @@ def describe_state(state: RunState, names: Namer) -> dict[str, str]:
         "data end": state.data_end,
         "orders in vain": state.vain or None,
         "empty orders": state.empty.number or None,
-        "failures": None if state.settler is None else state.settler.failures,
+        "failures": None if state.rebalancing is None else state.rebalancing.failures,
     }
     groups = {
         "leaving": state.leaving,

@@ -51,11 +51,14 @@ def test_the_shortest_text_has_one_cut(tmp_path: Path) -> None:
     assert bytes(tokens[1].tolist()) == b"ninebyte" and bytes(targets[0].tolist()) == b"inebytes"
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    (b"eight by", "of 8 bytes; expected at least 9"),
-    (b"", "of 0 bytes; expected at least 9"),
-    (None, "which does not exist"),
-])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"eight by", "of 8 bytes; expected at least 9"),
+        (b"", "of 0 bytes; expected at least 9"),
+        (None, "which does not exist"),
+    ],
+)
 def test_texts_that_cannot_be_used(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "text"
     if content is not None:

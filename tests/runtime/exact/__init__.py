@@ -1,1 +1,4 @@
-"""Runs of the real coordinator and the real workers in one process and in virtual time, over a scripted transport."""
+"""Runs of the real coordinator and the real workers in one process.
+
+Time is virtual, and the transport scripted.
+"""

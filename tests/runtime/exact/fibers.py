@@ -1,6 +1,7 @@
 """Fibers: threads of which one runs at a time, until it waits. So a run is a function of its seed.
 
-`patched` has the runtime wait here where it would wait for threads, sleep, or make threads of its own.
+`patched` has the runtime wait here where it would wait for threads, sleep, or make threads of its
+own.
 """
 
 import contextlib
@@ -142,8 +143,8 @@ class Queue:
     def __init__(self) -> None:
         self._found = deque()
 
-    def put(self, one) -> None:
-        self._found.append(one)
+    def put(self, item) -> None:
+        self._found.append(item)
 
     def get(self, timeout=None):
         if not self._found:
@@ -224,12 +225,18 @@ def patched():
             patch.setattr(module, "BackgroundQueue", BackgroundQueue)
         for module in (group_store, session, layer_sender, nccl):
             patch.setattr(module, "time", clock)
-        patch.setattr(layer_sender, "ROOM_SECONDS", 2.0)  # each sleep of 2 ms is a round of the world
+        # Each sleep of 2 ms is a round of the world.
+        patch.setattr(layer_sender, "ROOM_SECONDS", 2.0)
         patch.setattr(transfers, "threading", SimpleNamespace(Event=Event))
-        patch.setattr(iteration_reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty))
+        patch.setattr(
+            iteration_reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty)
+        )
         patch.setattr(nccl, "threading", SimpleNamespace(Thread=Thread, Event=Event))
-        patch.setattr(layer_receiver, "threading", SimpleNamespace(
-            Thread=Thread, Condition=Condition, Lock=contextlib.nullcontext))
+        patch.setattr(
+            layer_receiver,
+            "threading",
+            SimpleNamespace(Thread=Thread, Condition=Condition, Lock=contextlib.nullcontext),
+        )
         patch.setattr(group_cache, "_close_in_background", lambda _: None)
         patch.setattr(generation, "trim_host_memory", lambda: None)
         patch.setattr(order_threads, "draft_layer_with_retry", lambda *_: None)

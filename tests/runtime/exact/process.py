@@ -1,4 +1,7 @@
-"""A worker's process: the real main thread, generations, layers and steps, between scripted ends."""
+"""A worker's process.
+
+The real main thread, generations, layers and steps run between scripted ends.
+"""
 
 from collections import deque
 from functools import partial
@@ -51,7 +54,13 @@ class Receiver:
     """What asks a sender for layers, and what is on its way to it."""
 
     def __init__(self, request) -> None:
-        self.request, self.asking, self.answered, self.closed, self.full = request, True, False, False, False
+        self.request, self.asking, self.answered, self.closed, self.full = (
+            request,
+            True,
+            False,
+            False,
+            False,
+        )
         self.queue = deque()
 
     @property
@@ -66,10 +75,14 @@ class Server:
         self.receivers = []
 
     def list_asking(self):
-        return [one for one in self.receivers if one.asking and not one.closed]
+        return [receiver for receiver in self.receivers if receiver.asking and not receiver.closed]
 
     def list_following(self):
-        return [one for one in self.receivers if one.answered and one.request.order is None and not one.closed]
+        return [
+            receiver
+            for receiver in self.receivers
+            if receiver.answered and receiver.request.order is None and not receiver.closed
+        ]
 
     def list_sockets(self):
         return []
@@ -81,7 +94,9 @@ class Server:
 
     def queue_message(self, receiver, message, tensors=None) -> None:
         receiver.queue.append((message, tensors or {}))
-        receiver.full = receiver.full or len(receiver.queue) > FULL_QUEUE * len(receiver.request.parts)
+        receiver.full = receiver.full or len(receiver.queue) > FULL_QUEUE * len(
+            receiver.request.parts
+        )
 
     def drop_receiver(self, receiver) -> None:
         receiver.closed = True
@@ -108,24 +123,32 @@ class Transfer(_Transfer):
             if process is None or self.world.is_apart(self._worker, source):
                 process = None
                 raise ConnectionError("it is gone")
-            one = Receiver(LayerRequest(sender.parts, None if self.fetch.follow else self.fetch.order, self._worker))
-            process.sender._server.receivers.append(one)
+            receiver = Receiver(
+                LayerRequest(
+                    sender.parts, None if self.fetch.follow else self.fetch.order, self._worker
+                )
+            )
+            process.sender._server.receivers.append(receiver)
             while not self._over:
                 if self.world.takes_nothing(self._worker):
                     if not self.fetch.follow:  # the sender drops it, as it takes nothing
                         raise ConnectionError("it was closed")
-                    wait_until(lambda: one.closed or self._over or process.killed)
-                wait_until(lambda: one.queue or one.closed or self._over or process.killed)
-                if one.queue:
-                    message, tensors = one.queue[0]
-                    self._apply_message(source, message, {key: tensor.clone() for key, tensor in tensors.items()})
-                    one.queue.popleft()
-                    one.full = one.full and bool(one.queue)
-                    if not one.queue:
+                    wait_until(lambda: receiver.closed or self._over or process.killed)
+                wait_until(
+                    lambda: receiver.queue or receiver.closed or self._over or process.killed
+                )
+                if receiver.queue:
+                    message, tensors = receiver.queue[0]
+                    self._apply_message(
+                        source, message, {key: tensor.clone() for key, tensor in tensors.items()}
+                    )
+                    receiver.queue.popleft()
+                    receiver.full = receiver.full and bool(receiver.queue)
+                    if not receiver.queue:
                         self._apply_message(source, UpToDate(), {})
-                elif not self._over and (one.closed or process.killed):
+                elif not self._over and (receiver.closed or process.killed):
                     raise ConnectionError("it is gone")
-            one.closed = True
+            receiver.closed = True
         except Exception as error:
             reason = f"fetching layers from worker {source} failed: {error}"
             self._fail_transfer(CommunicationError(reason, (source,)), unreachable=process is None)
@@ -143,10 +166,18 @@ class Told(ReceiverCallbacks):
 
 
 class Saving(Checkpointer):
-    """Keeps checkpoints in the memory of the world: one of all layers is complete. A draft becomes one as in files."""
+    """Keeps checkpoints in the memory of the world: one of all layers is complete.
+
+    A draft becomes one as in files.
+    """
 
     def __init__(self, process, sharing) -> None:
-        self.process, self._every, self._first, self._damaged = process, process.world.every, 0, set()
+        self.process, self._every, self._first, self._damaged = (
+            process,
+            process.world.every,
+            0,
+            set(),
+        )
         self._sharing, self._drafts = sharing, {}
 
     def save(self, iteration, copied, require=lambda: None) -> None:
@@ -182,7 +213,10 @@ class Saving(Checkpointer):
         if not set(layers) <= saved.keys():
             self._damaged.add(iteration)
             raise CheckpointError("it is gone")
-        return {layer: {key: tensor.clone() for key, tensor in saved[layer].items()} for layer in layers}
+        copies = {}
+        for layer in layers:
+            copies[layer] = {key: tensor.clone() for key, tensor in saved[layer].items()}
+        return copies
 
 
 class Threads(OrderThreads):
@@ -199,7 +233,12 @@ class Main(MainThread):
 
     def __init__(self, process, context, channel) -> None:
         self._worker, self._channel, self._context = process.worker, channel, context
-        self._threads, self._generation, self._finish_order, self._down = Threads(process), None, None, ()
+        self._threads, self._generation, self._finish_order, self._down = (
+            Threads(process),
+            None,
+            None,
+            (),
+        )
         self._assigned, self._contents, self._losses, self._trusted_from = None, {}, {}, 0
 
 
@@ -215,9 +254,21 @@ class Process:
         model = build_model(config.model, training.seed, parameter_dtype(training), CPU)
         sharing, build = sharing_of(model), partial(build_layer, model, config=training)
         common = CommonSettings(
-            iterations=training.iterations, traced=0, nodes=1, transport="gloo", device="cpu", cuts=PLACEMENT.cuts,
-            columns=(), forms=(), microbatches=world.microbatches, resilience=WorkerResilience(
-                heartbeat_timeout_seconds=1.0, checkpoint_every=world.every, verify_every=world.verify_every))
+            iterations=training.iterations,
+            traced=0,
+            nodes=1,
+            transport="gloo",
+            device="cpu",
+            cuts=PLACEMENT.cuts,
+            columns=(),
+            forms=(),
+            microbatches=world.microbatches,
+            resilience=WorkerResilience(
+                heartbeat_timeout_seconds=1.0,
+                checkpoint_every=world.every,
+                verify_every=world.verify_every,
+            ),
+        )
         setup = WorkerSetup(common=common, first_iteration=0, store=None)
         settings = NodeSettings(config=config, secret=SECRET, out="")
         spec = WorkerSpec(worker, None, None, settings)
@@ -231,17 +282,39 @@ class Process:
         store = LayerStore(build, checkpointer.load, build_holding(model, (), training), CPU)
         injector = Injector((), lambda _: None)
         injector.fail_if_due = let_others_run
-        receiver = LayerReceiver(store.get_module, partial(SteppedPart, config=training, device=CPU, sharing=sharing),
-                                 CPU, SECRET, Told(self), worker)
+        receiver = LayerReceiver(
+            store.get_module,
+            partial(SteppedPart, config=training, device=CPU, sharing=sharing),
+            CPU,
+            SECRET,
+            Told(self),
+            worker,
+        )
         kind = type("Transfer", (Transfer,), {"world": world})
         receiver._begin = partial(kind, **receiver._begin.keywords)
         self.sender = Sender(worker)
         self.context = WorkerContext(
-            spec=spec, group=None, channel=channel, reporter=ReportSender(0, self.say, None), store=world.store,
-            links=links, setup=setup, device=CPU, model=model, sharing=sharing,
-            placement=PLACEMENT, corpus=world.corpus, validation=None, forms=[passed[cut] for cut in PLACEMENT.cuts],
-            layer_store=store, memory=DeviceMemory(worker, CPU), injector=injector, checkpointer=checkpointer,
-            layer_sender=self.sender, layer_receiver=receiver)
+            spec=spec,
+            group=None,
+            channel=channel,
+            reporter=ReportSender(0, self.say, None),
+            store=world.store,
+            links=links,
+            setup=setup,
+            device=CPU,
+            model=model,
+            sharing=sharing,
+            placement=PLACEMENT,
+            corpus=world.corpus,
+            validation=None,
+            forms=[passed[cut] for cut in PLACEMENT.cuts],
+            layer_store=store,
+            memory=DeviceMemory(worker, CPU),
+            injector=injector,
+            checkpointer=checkpointer,
+            layer_sender=self.sender,
+            layer_receiver=receiver,
+        )
         self.main = Main(self, self.context, channel)
         self.say(self.ready(None))
 
@@ -255,8 +328,8 @@ class Process:
         self.nccl_ends.append(end)
         return end
 
-    def ready(self, known):
-        return Ready(self.worker, (self.sender.address,), None, known)
+    def ready(self, report):
+        return Ready(self.worker, (self.sender.address,), None, report)
 
     def say(self, message) -> None:
         if self.following and not self.killed:
@@ -286,7 +359,7 @@ class Process:
             yield "is_heard"
         if self.inbox:
             yield "hear"
-        if any(one.ready() for one in self.fibers):
+        if any(fiber.ready() for fiber in self.fibers):
             yield "step"
 
     def is_heard(self) -> None:
@@ -295,7 +368,7 @@ class Process:
     def step(self) -> None:
         """One of its threads runs on."""
         Acting.process = self
-        self.world.rng.choice([one for one in self.fibers if one.ready()]).resume()
+        self.world.rng.choice([fiber for fiber in self.fibers if fiber.ready()]).resume()
 
     def lose_coordinator(self) -> None:
         Acting.process = self
@@ -308,11 +381,17 @@ class Process:
 
     def follow_another(self) -> None:
         generation, self.following = self.main._generation, True
-        known = self.main._build_recovery_report() if generation is not None or self.main._finish_order is not None or \
-            self.main._losses or self.context.layer_store.holding.modules else None
+        report = (
+            self.main._build_recovery_report()
+            if generation is not None
+            or self.main._finish_order is not None
+            or self.main._losses
+            or self.context.layer_store.holding.modules
+            else None
+        )
         self.main._contents.clear()
         object.__setattr__(self.context, "store", self.world.store)
-        self.say(self.ready(known))
+        self.say(self.ready(report))
 
     def kill(self) -> None:
         """The process is gone, whatever it was at."""
@@ -323,4 +402,3 @@ class Process:
             end.broken = True
         while self.fibers:
             self.fibers[0].resume()
-

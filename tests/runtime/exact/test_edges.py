@@ -1,5 +1,7 @@
-"""Links that never work, receivers that take nothing, and losses that are not finite: in virtual
-time, by seeds."""
+"""Bad links, receivers and losses in virtual time, by seeds.
+
+Links never work, receivers take nothing, and losses are not finite.
+"""
 
 import random
 
@@ -13,25 +15,43 @@ from tests.runtime.exact.world import ITERATIONS, ExactWorld
 __all__ = ["_alone"]
 EDGES = "apart", "slow", "exponent"
 ROOM_SECONDS = 0.2
-"""In place of the product's: a receiver that takes nothing is dropped after as long in virtual time."""
+"""Takes the place of the product's seconds of virtual time.
+
+A receiver that takes nothing is dropped after as long.
+"""
 SEEDS = range(1000, 1010)
 """Of the slow test; `python -m benchmarks.virtual_time` plays as many as are asked."""
 
 
 class EdgeWorld(ExactWorld):
-    """Nobody dies by chance, but `bad` in some iteration; when it is back, it does not work as
-    it should."""
+    """Nobody dies by chance, but `bad` in some iteration.
+
+    When it is back, it does not work as it should.
+    """
 
     def __init__(self, seed, folder, name, *, nccl, apart=False, slow=False, flips=None) -> None:
         rng = random.Random(seed)
         self.apart, self.slow, self.bad = apart, slow, rng.choice(WORKERS)
-        self.unreached = frozenset(rng.sample([worker for worker in WORKERS if worker != self.bad],
-                                              rng.randint(1, len(WORKERS) - 1)))
+        self.unreached = frozenset(
+            rng.sample(
+                [worker for worker in WORKERS if worker != self.bad],
+                rng.randint(1, len(WORKERS) - 1),
+            )
+        )
         self.dies_in = rng.randrange(1, ITERATIONS - 3) if apart or slow else ITERATIONS
-        super().__init__(rng, folder / f"{seed}-{name}-{nccl}", CONFIGS[name], nccl=nccl, every=rng.choice([0, 2]),
-                         deadly=0.0, restarts=0.0, flips=flips,
-                         # the next gathering of sharded parameters takes the bit with it, and leaves its loss
-                         verify_every=1 if name != "whole" else rng.choice([0, 1]))
+        super().__init__(
+            rng,
+            folder / f"{seed}-{name}-{nccl}",
+            CONFIGS[name],
+            nccl=nccl,
+            every=rng.choice([0, 2]),
+            deadly=0.0,
+            restarts=0.0,
+            flips=flips,
+            # the next gathering of sharded parameters takes the bit with it, and
+            # leaves its loss
+            verify_every=1 if name != "whole" else rng.choice([0, 1]),
+        )
         self.wires.is_cut = self.are_members_apart
 
     def is_apart(self, worker, other) -> bool:
@@ -40,21 +60,37 @@ class EdgeWorld(ExactWorld):
 
     def are_members_apart(self, prefix) -> bool:
         members = [worker for worker in WORKERS if f"{worker}:" in prefix]
-        return any(self.is_apart(worker, other) for worker in members for other in members if worker != other)
+        return any(
+            self.is_apart(worker, other)
+            for worker in members
+            for other in members
+            if worker != other
+        )
 
     def takes_nothing(self, worker) -> bool:
         return self.slow and self.deaths > 0 and worker == self.bad
 
     def act(self) -> None:
-        if self.state.log.next_iteration >= self.dies_in and self.bad in self.workers and not self.deaths:
+        if (
+            self.state.log.next_iteration >= self.dies_in
+            and self.bad in self.workers
+            and not self.deaths
+        ):
             self.kill(self.bad)
         super().act()
 
 
 def build_world(seed, folder, name, edge, *, nccl) -> EdgeWorld:
     """A run with one of `EDGES`."""
-    return EdgeWorld(seed, folder, name, nccl=nccl, apart=edge == "apart", slow=edge == "slow",
-                     flips="exponent" if edge == "exponent" else None)
+    return EdgeWorld(
+        seed,
+        folder,
+        name,
+        nccl=nccl,
+        apart=edge == "apart",
+        slow=edge == "slow",
+        flips="exponent" if edge == "exponent" else None,
+    )
 
 
 def play(world: EdgeWorld) -> EdgeWorld:
@@ -62,7 +98,9 @@ def play(world: EdgeWorld) -> EdgeWorld:
     world.play()
     world.check_end()
     if world.apart or world.slow:  # of a single link, either end may be at fault
-        assert world.given_up <= {world.bad} | (world.unreached if len(world.unreached) == 1 else set()), world.history
+        assert world.given_up <= {world.bad} | (
+            world.unreached if len(world.unreached) == 1 else set()
+        ), world.history
     return world
 
 
@@ -83,7 +121,7 @@ def test_whoever_takes_no_layers_holds_up_nobody(nccl, tmp_path, monkeypatch):
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_bit_of_an_exponent_ends_no_run(name, nccl, tmp_path):
-    """Where the loss is not finite, copies are compared, and the run goes back at most once."""
+    # Where the loss is not finite, copies are compared, and the run goes back at most once.
     for seed in range(3):
         play(EdgeWorld(seed, tmp_path, name, nccl=nccl, flips="exponent"))
 

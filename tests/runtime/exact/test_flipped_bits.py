@@ -1,4 +1,7 @@
-"""A bit flips in what one worker holds: it is found, and each loss and each parameter is that of one process."""
+"""A bit that flips in one worker's state is found.
+
+Each loss and each parameter is that of one process.
+"""
 
 import random
 
@@ -9,14 +12,27 @@ from tests.runtime.exact.test_exact import CONFIGS, RARE, _alone
 from tests.runtime.exact.world import ExactWorld
 
 __all__ = ["_alone"]
-FLIPS = [("whole", "parameters"), ("whole", "state"), ("sharded", "parameters"), ("sharded", "state"),
-         ("sharded", "copy"), ("clipped", "parameters"), ("clipped", "state"), ("clipped", "copy")]
+FLIPS = [
+    ("whole", "parameters"),
+    ("whole", "state"),
+    ("sharded", "parameters"),
+    ("sharded", "state"),
+    ("sharded", "copy"),
+    ("clipped", "parameters"),
+    ("clipped", "state"),
+    ("clipped", "copy"),
+]
 SEEDS = range(100, 110)
-"""Of the slow test; `python -m benchmarks.virtual_time` plays as many as are asked. Of 103, parameters were wrong."""
+"""Of the slow test; `python -m benchmarks.virtual_time` plays as many as are asked.
+
+Of 103, parameters were wrong.
+"""
 
 
 class HalfToldWorld(ExactWorld):
-    """Node 0 dies when the difference has been found, and again while the run goes back.
+    """Node 0 dies when the difference has been found, and again later.
+
+    The second time is while the run goes back.
 
     Some of the peers of the worker whose bit has flipped have heard that it does, and have dropped
     the right copies.
@@ -27,14 +43,21 @@ class HalfToldWorld(ExactWorld):
     half_told = False
 
     def happens(self, event) -> None:
-        known = self.found
+        found_before = self.found
         super().happens(event)
-        if self.found != known:
+        if self.found != found_before:
             self.die_after([*self.workers])
-        elif isinstance(self.state.phase, TrainingPhase) and self.state.phase.restores and not self.half_told:
+        elif (
+            isinstance(self.state.phase, TrainingPhase)
+            and self.state.phase.restores
+            and not self.half_told
+        ):
             self.half_told = True
-            peers = [worker for worker in sorted(self.workers) if worker.column == self.wrong.column
-                     and worker != self.wrong]
+            peers = [
+                worker
+                for worker in sorted(self.workers)
+                if worker.column == self.wrong.column and worker != self.wrong
+            ]
             self.die_after([peers[number] for number in self.hearers])
 
     def die_after(self, hearers) -> None:
@@ -48,13 +71,22 @@ class HalfToldWorld(ExactWorld):
 def play(seed: int, name: str, what: str, folder, *, nccl: bool, kind=ExactWorld) -> ExactWorld:
     """One run, to its end. Raises Deviation."""
     rng = random.Random(seed)
-    world = kind(rng, folder / f"{seed}-{name}-{what}-{nccl}-{kind.__name__}", CONFIGS[name], nccl=nccl,
-                 every=rng.choice([0, 3, 4]), deadly=0.0, restarts=RARE if seed % 2 else 0.0,
-                 verify_every=rng.choice([1, 2, 3]), flips=what)
+    world = kind(
+        rng,
+        folder / f"{seed}-{name}-{what}-{nccl}-{kind.__name__}",
+        CONFIGS[name],
+        nccl=nccl,
+        every=rng.choice([0, 3, 4]),
+        deadly=0.0,
+        restarts=RARE if seed % 2 else 0.0,
+        verify_every=rng.choice([1, 2, 3]),
+        flips=what,
+    )
     world.play()
     world.check_end()
     assert world.flipped is not None
-    if world.found is None:  # a step that was undone, as it was guessed or node 0 died, has taken the bit with it
+    # A step that was undone, as it was guessed or node 0 died, has taken the bit with it.
+    if world.found is None:
         assert name == "clipped" or world.restarts, world.history
     else:
         assert world.found.iteration <= world.flipped + world.verify_every + 1, world.history
@@ -67,7 +99,9 @@ def test_a_flipped_bit_is_found_and_changes_no_number(name, what, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "what"), [("whole", "parameters"), *FLIPS[2:5]])
-def test_who_has_not_heard_that_the_run_goes_back_does_not_bring_the_wrong_bit_back(name, what, tmp_path):
+def test_who_has_not_heard_that_the_run_goes_back_does_not_bring_the_wrong_bit_back(
+    name, what, tmp_path
+):
     for hearers in ((0,), (1,), (0, 1)):
         kind = type(f"Told{len(hearers)}{hearers[0]}", (HalfToldWorld,), {"hearers": hearers})
         assert play(0, name, what, tmp_path, nccl=False, kind=kind).half_told
@@ -78,5 +112,6 @@ def test_who_has_not_heard_that_the_run_goes_back_does_not_bring_the_wrong_bit_b
 def test_flipped_bits_are_found_and_change_no_number(name, what, tmp_path):
     runs = [play(seed, name, what, tmp_path, nccl=nccl) for seed in SEEDS for nccl in (False, True)]
     assert any(world.went_back for world in runs)
-    assert name != "whole" or all(world.deaths or world.restarts for world in runs if world.found), \
-        "of three, the wrong one is given up"
+    assert name != "whole" or all(
+        world.deaths or world.restarts for world in runs if world.found
+    ), "of three, the wrong one is given up"

@@ -1,8 +1,11 @@
-"""A scripted transport: process groups whose transfers arrive when the seed says so, with the manners of gloo or NCCL.
+"""A scripted transport, whose transfers arrive when the seed says so.
 
-Gloo: transfers are matched by tag, what was sent may be on its way when its sender dies, and an error comes to whoever
-waits for one that is gone. NCCL: calls are matched by their order, nobody hears of a death, and an abort lets what was
-under way end as if all were well, with NaN in all that it should have filled.
+Its process groups have the manners of gloo or NCCL.
+
+Gloo: transfers are matched by tag, what was sent may be on its way when its sender dies, and an
+error comes to whoever waits for one that is gone. NCCL: calls are matched by their order, nobody
+hears of a death, and an abort lets what was under way end as if all were well, with NaN in all that
+it should have filled.
 """
 
 from collections import defaultdict, deque
@@ -20,7 +23,10 @@ class Wires:
     def __init__(self, rng) -> None:
         self.rng, self.rooms, self.arriving = rng, {}, []
         self.is_cut = lambda prefix: False
-        """Whether the members of a group, of this prefix in the store, never reach each other."""
+        """Whether the members of a group never reach each other.
+
+        The group is that of this prefix in the store.
+        """
 
     def room(self, key, size):
         return self.rooms.setdefault(key, [None] * size)
@@ -69,7 +75,7 @@ class Work:
         self.group, self.tensors, self.peers, self.done = group, tensors, peers, False
 
     def failed(self) -> bool:
-        return self.group.broken or any(one is None or one.broken for one in self.peers())
+        return self.group.broken or any(member is None or member.broken for member in self.peers())
 
     def wait(self) -> bool:
         if not self.done:
@@ -92,8 +98,11 @@ class GlooEnd:
 
     def send(self, tensors, target, tag):
         self._require()
-        work = Work(self, [tensors[0].clone()] if self.wires.rng.random() < 0.5 else tensors,
-                    lambda: [self.room[target]])
+        work = Work(
+            self,
+            [tensors[0].clone()] if self.wires.rng.random() < 0.5 else tensors,
+            lambda: [self.room[target]],
+        )
         other = self.room[target]
         if work.tensors is not tensors:
             work.done = not other.broken
@@ -116,11 +125,11 @@ class GlooEnd:
         work = Work(self, tensors, lambda: self.room)
         self.sums.append(work)
         place, all_of = len(self.sums) - 1, self.room
-        if all(one is not None and len(one.sums) > place for one in all_of):
-            works = [one.sums[place] for one in all_of]
-            total = sum(one.tensors[0].clone() for one in works)
-            for one in works:
-                self.wires.arriving.append(lambda one=one: self._put(one, total))
+        if all(work is not None and len(work.sums) > place for work in all_of):
+            works = [work.sums[place] for work in all_of]
+            total = sum(work.tensors[0].clone() for work in works)
+            for finished in works:
+                self.wires.arriving.append(lambda work=finished: self._put(work, total))
         return work
 
     def _came(self, source, tag, work) -> None:
@@ -160,18 +169,21 @@ class ScriptedGloo:
     def __init__(self, wires) -> None:
         self.wires, self.ends, self.aborts = wires, [], 0
 
-    def creating_groups(self, spared):
+    def creating_groups(self, exempt_sockets):
         return nullcontext()
 
     def create_group(self, meeting):
         if self.wires.is_cut(meeting.prefix):
             let_others_run()
             raise RuntimeError("a connection was refused")
-        aborts, room = self.aborts, self.wires.room(("gloo", id(meeting.store), meeting.prefix), meeting.size)
+        aborts, room = (
+            self.aborts,
+            self.wires.room(("gloo", id(meeting.store), meeting.prefix), meeting.size),
+        )
         end = room[meeting.rank] = GlooEnd(self.wires, room, meeting.rank)
         self.ends.append(end)
-        wait_until(lambda: self.aborts > aborts or all(one is not None for one in room))
-        if self.aborts > aborts or any(one.broken for one in room):
+        wait_until(lambda: self.aborts > aborts or all(member is not None for member in room))
+        if self.aborts > aborts or any(member.broken for member in room):
             end.broken = True
             raise RuntimeError("a member was not met")
         return end
@@ -223,10 +235,10 @@ class NcclEnd:
         self.room[rank] = self
 
     def connect(self) -> None:
-        wait_until(lambda: self.broken or all(one is not None for one in self.room))
+        wait_until(lambda: self.broken or all(member is not None for member in self.room))
         if self.broken:
             raise RuntimeError("it was aborted")
-        if any(one.broken for one in self.room):  # which nobody hears
+        if any(member.broken for member in self.room):  # which nobody hears
             wait_until(lambda: self.broken)
             raise RuntimeError("it was aborted")
 
@@ -234,7 +246,8 @@ class NcclEnd:
         work.wait()
 
     def watchdog_error(self):
-        lost = any(one is not None and one.broken for one in self.room) and any(not one.done for one in self.calls)
+        is_unfinished = any(not call.done for call in self.calls)
+        lost = is_unfinished and any(member is not None and member.broken for member in self.room)
         return "a member is gone" if lost else None
 
     def abort(self) -> None:
@@ -264,9 +277,13 @@ class NcclEnd:
     def _look(self) -> None:
         """Match the calls that all have come to."""
         while True:
-            turn = [None if one is None else one.calls[one.first] if one.first < len(one.calls) else None
-                    for one in self.room]
-            if any(one is None for one in turn) or any(one.broken for one in self.room):
+            turn = []
+            for member in self.room:
+                has_come = member is not None and member.first < len(member.calls)
+                turn.append(member.calls[member.first] if has_come else None)
+            if any(call is None for call in turn):
+                return
+            if any(member.broken for member in self.room):
                 return
             results = _carried_out(turn)
             for rank, (call, found) in enumerate(zip(turn, results, strict=True)):
@@ -278,9 +295,9 @@ class NcclEnd:
         if call.done:
             return
         place = end.calls.index(call)
-        if any(not one.done for one in end.calls[:place]):  # in their order
+        if any(not call.done for call in end.calls[:place]):  # in their order
             self.wires.arriving.append(lambda: self._arrive(call, found))
-        elif all(not one.broken for one in self.room) or self.wires.rng.random() < 0.5:
+        elif all(not member.broken for member in self.room) or self.wires.rng.random() < 0.5:
             self._after(call, found)
 
     def _after(self, call, found) -> None:
@@ -313,23 +330,31 @@ class NcclEnd:
 
 
 def _carried_out(calls):
-    """The results of one call of all members: for each, those of the tensors that it fills."""
+    """The results of one call of all members.
+
+    Each has those of the tensors that it fills.
+    """
     names = {call.name for call in calls}
     assert len(names) == 1, f"they do not agree on what is next: {names}"
     name = names.pop()
     if name == "pair":
         assert [call.tensors is None for call in calls].count(True) == 1, "one sends, one receives"
         (sent,) = next(call.tensors for call in calls if call.tensors is not None)
-        return [[sent] if call.filled else [] for call in calls]
+        results = []
+        for call in calls:
+            results.append([sent] if call.filled else [])
+        return results
     if name == "all to all":
         parts = [call.tensors[0].clone().split(call.tensors[2]) for call in calls]
-        return [[torch.cat([mine[rank] for mine in parts])] for rank in range(len(calls))]
-    given = [call.tensors[0].detach().clone() for call in calls]
+        results = []
+        for rank in range(len(calls)):
+            results.append([torch.cat([mine[rank] for mine in parts])])
+        return results
+    tensors = [call.tensors[0].detach().clone() for call in calls]
     if name == "sum":
-        return [[sum(given)]] * len(calls)
+        return [[sum(tensors)]] * len(calls)
     if name == "gather":
-        return [[torch.cat([one.flatten() for one in given])]] * len(calls)
+        return [[torch.cat([tensor.flatten() for tensor in tensors])]] * len(calls)
     if name == "scatter":
-        return [[part] for part in sum(given).view(len(calls), -1)]
-    return [[given[name[1]]]] * len(calls)
-
+        return [[part] for part in sum(tensors).view(len(calls), -1)]
+    return [[tensors[name[1]]]] * len(calls)

@@ -1,4 +1,7 @@
-"""A run of the real coordinator with real workers that train: whoever dies, each number is that of one process."""
+"""A run of the real coordinator with real workers that train.
+
+Whoever dies, each number is that of one process.
+"""
 
 import functools
 
@@ -8,8 +11,12 @@ from slipstream.runtime.computing.forms import find_forms
 from slipstream.runtime.config import parse_run_config
 from slipstream.runtime.coordinator.decisions.commit_log import CommitLog
 from slipstream.runtime.coordinator.decisions.part_moves import PartitionPlanner
-from slipstream.runtime.coordinator.decisions.run_state import EndedPhase, RunRules, build_initial_state
-from slipstream.runtime.coordinator.decisions.settling import MoveCost
+from slipstream.runtime.coordinator.decisions.rebalancing import MoveCost
+from slipstream.runtime.coordinator.decisions.run_state import (
+    EndedPhase,
+    RunRules,
+    build_initial_state,
+)
 from slipstream.runtime.coordinator.decisions.transition import TimePassed
 from slipstream.runtime.data.data import load_data
 from slipstream.runtime.models.layered_model import build_model, parameter_dtype
@@ -40,9 +47,24 @@ ROUNDS = 60_000
 
 def small(name="Exact", **training):
     """A model whose ops take microseconds."""
-    model = {"name": f"tests.runtime.exact_parallel:{name}", "blocks": 2, "width": 4, "context": 4, "vocabulary": 256}
-    return parse_run_config(model, {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": ITERATIONS,
-                                    "learning_rate": 0.05, **training})
+    model = {
+        "name": f"tests.runtime.exact_parallel:{name}",
+        "blocks": 2,
+        "width": 4,
+        "context": 4,
+        "vocabulary": 256,
+    }
+    return parse_run_config(
+        model,
+        {
+            "batch": 1,
+            "dtype": "float64",
+            "device": "cpu",
+            "iterations": ITERATIONS,
+            "learning_rate": 0.05,
+            **training,
+        },
+    )
 
 
 @functools.cache
@@ -51,11 +73,20 @@ def setting(config):
     training = config.training
     model = build_model(config.model, training.seed, parameter_dtype(training), CPU)
     modules = build_holding(model, range(model.layers), training).modules
-    partition = PartitionPlanner([count_elements(one) for one in modules.values()], PLACEMENT, (),
-                                 training.shard_optimizer)
-    rules = RunRules(first=ANSWERING.prepare_schedule(FIRST), iterations=range(ITERATIONS),
-                     settles=MoveCost([1] * model.layers, None), mtbf_seconds=1e6, automatic_checkpoints=False,
-                     partition=partition)
+    partition = PartitionPlanner(
+        [count_elements(module) for module in modules.values()],
+        PLACEMENT,
+        (),
+        training.shard_optimizer,
+    )
+    rules = RunRules(
+        first=ANSWERING.prepare_schedule(FIRST),
+        iterations=range(ITERATIONS),
+        move_cost=MoveCost([1] * model.layers, None),
+        mtbf_seconds=1e6,
+        automatic_checkpoints=False,
+        partition=partition,
+    )
     oracle = judge(config, WIDE.microbatches, ITERATIONS)
     return rules, load_data(config, WIDE.microbatches), find_forms(model, config), oracle
 
@@ -74,10 +105,14 @@ class Deviation(AssertionError):
 
 
 class ExactWorld(World):
-    """One run; `deaths` and `restarts` are how likely these are whenever something happens. `flips` says of what, in
-    one worker, a bit flips, at a moment that the seed chooses."""
+    """One run; `deaths` and `restarts` are how likely these are whenever something happens.
 
-    def __init__(self, rng, out, config, *, nccl, every, deadly, restarts, verify_every=0, flips=None) -> None:
+    `flips` says of what, in one worker, a bit flips, at a moment that the seed chooses.
+    """
+
+    def __init__(
+        self, rng, out, config, *, nccl, every, deadly, restarts, verify_every=0, flips=None
+    ) -> None:
         self.config, self.nccl, self.every, self.restarting = config, nccl, every, restarts
         self.verify_every, self.flips = verify_every, flips
         self.flips_in = None if flips is None else rng.randrange(1, LAST_FLIP)
@@ -100,8 +135,12 @@ class ExactWorld(World):
         return False
 
     def started(self, rejoining):
-        return build_initial_state(self.rules, CommitLog(validates=needs_gradient_norm(self.config.training)), self.now,
-                                   rejoining)
+        return build_initial_state(
+            self.rules,
+            CommitLog(validates=needs_gradient_norm(self.config.training)),
+            self.now,
+            rejoining,
+        )
 
     def fresh(self, worker):
         return Process(worker, self)
@@ -109,12 +148,12 @@ class ExactWorld(World):
     def note(self, what) -> None:
         self.history.append(what)
 
-    def committed(self, one, report) -> None:
-        self.committed_losses[one.iteration] = one.loss
+    def committed(self, commit, report) -> None:
+        self.committed_losses[commit.iteration] = commit.loss
         if self.flips_in is None:
-            self.check_loss(one.iteration)
+            self.check_loss(commit.iteration)
         self.checked += 1
-        self.log.write_iteration(one.iteration, one.loss, 0.1)
+        self.log.write_iteration(commit.iteration, commit.loss, 0.1)
 
     def check_loss(self, iteration) -> None:
         found, right = self.committed_losses[iteration], self.oracle.losses[iteration]
@@ -126,10 +165,14 @@ class ExactWorld(World):
         self.saved += bool(states)
 
     def complete(self):
-        return [iteration for iteration, layers in self.disk_of.items() if len(layers) == PLACEMENT.layer_count]
+        return [
+            iteration
+            for iteration, layers in self.disk_of.items()
+            if len(layers) == PLACEMENT.layer_count
+        ]
 
     def drop_saved(self, iteration) -> None:
-        for newer in [one for one in self.disk_of if one > iteration]:
+        for newer in [iteration_ for iteration_ in self.disk_of if iteration_ > iteration]:
             del self.disk_of[newer]
 
     def happens(self, event) -> None:
@@ -137,8 +180,10 @@ class ExactWorld(World):
         super().happens(event)
         self.found = self.found or self.state.log.difference
         if self.state.order != order:
-            self.note(f"order {self.state.order} from iteration {self.state.log.next_iteration}, "
-                      f"{len(self.state.members)} members")
+            self.note(
+                f"order {self.state.order} from iteration {self.state.log.next_iteration}, "
+                f"{len(self.state.members)} members"
+            )
 
     def kill(self, worker) -> None:
         if self.deaths == MOST:
@@ -166,14 +211,22 @@ class ExactWorld(World):
         """A bit of what a worker holds flips."""
         what, worker = self.flips, self.rng.choice([*self.workers])
         holding = self.workers[worker].context.layer_store.holding
-        if flip_exponent(holding, self.rng) if what == "exponent" else holding.optimizer.flip_bit(what, self.rng):
+        if (
+            flip_exponent(holding, self.rng)
+            if what == "exponent"
+            else holding.optimizer.flip_bit(what, self.rng)
+        ):
             self.flips, self.flipped, self.wrong = None, self.state.log.next_iteration, worker
             self.note(f"a bit of the {what} of {worker} flips in iteration {self.flipped}")
 
     def act(self) -> None:
         """One thing happens, of all that may."""
         rng = self.rng
-        if self.flips is not None and self.state.log.next_iteration >= self.flips_in and rng.random() < FLIPS:
+        if (
+            self.flips is not None
+            and self.state.log.next_iteration >= self.flips_in
+            and rng.random() < FLIPS
+        ):
             self.flip()
         if rng.random() < self.deadly and self.workers:
             self.kill(rng.choice([*self.workers]))
@@ -188,17 +241,21 @@ class ExactWorld(World):
         if not acted or rng.random() < 0.02:
             self.now += 0.0 if acted else 0.5
             self.write(len(self.unwritten) * (self.disk.random() < 0.1))
-            if self.taking_over is None or self.taking_over.known:
+            if self.taking_over is None or self.taking_over.reports:
                 self.happens(TimePassed())
 
     def step(self) -> bool:
-        """Do one thing that can be done: of a worker drawn at random, or on the wires. Returns False if there is none.
+        """Do one thing that can be done.
+
+        It is of a worker drawn at random, or on the wires.
+
+        Returns False if there is none.
         """
         actors = [*self.workers.values(), self.wires, self.wires]
         first = self.rng.randrange(len(actors))
-        for one in (*actors[first:], *actors[:first]):
-            if can := [*one.can()]:
-                getattr(one, self.rng.choice(can))()
+        for actor in (*actors[first:], *actors[:first]):
+            if can := [*actor.can()]:
+                getattr(actor, self.rng.choice(can))()
                 return True
         return False
 
@@ -218,14 +275,18 @@ class ExactWorld(World):
     @property
     def parameters(self):
         """Of the last checkpoint."""
-        return {f"{layer}.{key.removeprefix('model.')}": tensor
-                for layer, state in self.disk_of[self.state.log.next_iteration].items()
-                for key, tensor in state.items() if key.startswith("model.")}
+        return {
+            f"{layer}.{key.removeprefix('model.')}": tensor
+            for layer, state in self.disk_of[self.state.log.next_iteration].items()
+            for key, tensor in state.items()
+            if key.startswith("model.")
+        }
 
     def check_end(self) -> None:
         """All iterations have been run, and the parameters are those of one process."""
         assert self.checked >= ITERATIONS
-        for iteration in self.committed_losses:  # where a bit has flipped, some were wrong until that was found
+        # Where a bit has flipped, some were wrong until that was found.
+        for iteration in self.committed_losses:
             self.check_loss(iteration)
         if self.state.log.next_iteration not in self.complete():
             return

@@ -1,4 +1,7 @@
-"""The loss a few rows at a time, compared with torch's of all rows at once."""
+"""The loss a few rows at a time.
+
+It is compared with torch's of all rows at once.
+"""
 
 import pytest
 import torch
@@ -8,9 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.runtime.models.cross_entropy import IGNORED_TARGET, cross_entropy
 
 
-def case(dtype: torch.dtype, tokens: int = 7, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+def case(
+    dtype: torch.dtype, tokens: int = 7, vocabulary: int = 11
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    logits = (20 * torch.randn(1, tokens, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
+    logits = (20 * torch.randn(1, tokens, vocabulary, generator=generator, dtype=torch.float64)).to(
+        dtype
+    )
     return logits.requires_grad_(), torch.randint(vocabulary, (1, tokens), generator=generator)
 
 
@@ -44,9 +51,9 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(one, torch.Tensor) and one.dtype == torch.float32:
-                self.elements = max(self.elements, one.numel())
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.elements = max(self.elements, tensor.numel())
         return found
 
 

@@ -48,6 +48,11 @@ assert torch.equal(again(value, None), expected)
 @pytest.mark.slow
 def test_a_thread_that_is_left_behind_within_a_call_leaves_the_parameters_in_place():
     """In a process of its own: its ranks' group is torch's default one, for good."""
-    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True,
-                          timeout=patience.SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND],
+        capture_output=True,
+        text=True,
+        timeout=patience.SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -23,14 +23,22 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 def test_one_layer_a_block() -> None:
     model = build_model(SMALL, 0, torch.float32, CPU)
     assert model.layers == 4
-    assert [type(model.build(layer)).__name__ for layer in range(4)] == ["Embedding", "Block", "Block", "Head"]
+    assert [type(model.build(layer)).__name__ for layer in range(4)] == [
+        "Embedding",
+        "Block",
+        "Block",
+        "Head",
+    ]
     for layer in (-1, 4):
         with pytest.raises(IndexError):
             model.build(layer)
 
 
 def test_a_layer_is_the_same_whoever_builds_it() -> None:
-    model, other = build_model(SMALL, 7, torch.float64, CPU), build_model(SMALL, 7, torch.float64, CPU)
+    model, other = (
+        build_model(SMALL, 7, torch.float64, CPU),
+        build_model(SMALL, 7, torch.float64, CPU),
+    )
     torch.manual_seed(1)
     expected = torch.rand(2)
     forwards = [state(model.build(layer)) for layer in range(4)]
@@ -44,8 +52,11 @@ def test_a_layer_is_the_same_whoever_builds_it() -> None:
 
 def test_layers_and_seeds_differ() -> None:
     model = build_model(SMALL, 0, torch.float64, CPU)
-    weights = [model.build(1).up.weight, model.build(2).up.weight,
-               build_model(SMALL, 1, torch.float64, CPU).build(1).up.weight]
+    weights = [
+        model.build(1).up.weight,
+        model.build(2).up.weight,
+        build_model(SMALL, 1, torch.float64, CPU).build(1).up.weight,
+    ]
     assert not any(torch.equal(weights[i], weights[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 

@@ -14,12 +14,15 @@ from slipstream.runtime.seeds import derive_seed, seeded
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("layers", "stages", "ranges"), [
-    (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
-    (5, 3, [(0, 1), (1, 3), (3, 5)]),
-    (6, 4, [(0, 1), (1, 3), (3, 5), (5, 6)]),
-    (7, 1, [(0, 7)]),
-])
+@pytest.mark.parametrize(
+    ("layers", "stages", "ranges"),
+    [
+        (4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (5, 3, [(0, 1), (1, 3), (3, 5)]),
+        (6, 4, [(0, 1), (1, 3), (3, 5), (5, 6)]),
+        (7, 1, [(0, 7)]),
+    ],
+)
 def test_split_layers(layers: int, stages: int, ranges: list[tuple[int, int]]) -> None:
     assert split_layers(layers, stages) == ranges
 
@@ -28,7 +31,9 @@ def test_split_layers_covers_and_balances() -> None:
     for layers in range(1, 30):
         for stages in range(1, layers + 1):
             ranges = split_layers(layers, stages)
-            assert [layer for start, end in ranges for layer in range(start, end)] == list(range(layers))
+            assert [layer for start, end in ranges for layer in range(start, end)] == list(
+                range(layers)
+            )
             lengths = [end - start for start, end in ranges]
             assert max(lengths) - min(lengths) <= 1
 
@@ -40,7 +45,9 @@ def test_split_layers_refuses(stages: int) -> None:
 
 
 def test_unknown_model() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.name is 'bert'; expected one of 'gpt', or 'module:function'$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.name is 'bert'; expected one of 'gpt', or 'module:function'$"
+    ):
         build_model(ModelConfig(name="bert"), 0, torch.float32, CPU)
 
 
@@ -57,8 +64,13 @@ def test_dtypes() -> None:
 
 
 def test_seeds_depend_on_every_part() -> None:
-    seeds = {derive_seed("a", 1, 2), derive_seed("a", 2, 1), derive_seed("a", 12), derive_seed("a", "1", 2),
-             derive_seed("b", 1, 2)}
+    seeds = {
+        derive_seed("a", 1, 2),
+        derive_seed("a", 2, 1),
+        derive_seed("a", 12),
+        derive_seed("a", "1", 2),
+        derive_seed("b", 1, 2),
+    }
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed("layer", 1) == 2562372894439030236  # the same for ever, on every machine
@@ -83,5 +95,7 @@ def test_layer_randomness_is_addressed_by_microbatch_and_layer() -> None:
 
     address = (0, 1, 2, 3, 4)
     assert draw(*address) == draw(*address)
-    others = {draw(*(part + (index == at) for index, part in enumerate(address))) for at in range(5)}
+    others = set()
+    for at in range(5):
+        others.add(draw(*(part + (index == at) for index, part in enumerate(address))))
     assert len({draw(*address), *others}) == 6

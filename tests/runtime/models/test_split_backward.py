@@ -1,4 +1,7 @@
-"""The split backward against a plain one, over modules of every kind that could upset it."""
+"""The split backward against a plain one.
+
+Modules are of every kind that could upset it.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +28,9 @@ WIDTH = 6
 class Calls(nn.Module):
     """A module whose forward is a function of itself and the value."""
 
-    def __init__(self, call: Callable[["Calls", Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, call: Callable[["Calls", Tensor], Tensor], **parts: nn.Module | nn.Parameter
+    ) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
@@ -44,7 +49,9 @@ def linear(**options: bool) -> nn.Linear:
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(2 * WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(2 * WIDTH, WIDTH)
+    )
 
 
 def frozen() -> nn.Linear:
@@ -54,7 +61,10 @@ def frozen() -> nn.Linear:
 
 
 def hooked() -> nn.Linear:
-    """A linear whose weight's gradient is doubled on its way: only ever to be seen by its hook."""
+    """A linear whose weight's gradient is doubled on its way.
+
+    Only its hook ever sees that.
+    """
     module = linear()
     module.weight.register_hook(lambda gradient: gradient * 2)
     return module
@@ -80,7 +90,7 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        value, = ctx.saved_tensors
+        (value,) = ctx.saved_tensors
         if ctx.work is None:
             return gradient * ctx.weight, (gradient * value).flatten(0, -2).sum(0)
         ctx.work.append(lambda: add(ctx.weight, (gradient * value).flatten(0, -2).sum(0)))
@@ -102,8 +112,12 @@ def forces(self: Calls, value: Tensor) -> Tensor:
 def inner_step(self: Calls, value: Tensor) -> Tensor:
     """Training at test time: a step of the layer's own weights before it uses them."""
     loss = self.part(value).square().mean()
-    of_weight, of_bias = torch.autograd.grad(loss, (self.part.weight, self.part.bias), create_graph=True)
-    return functional.linear(value, self.part.weight - 0.1 * of_weight, self.part.bias - 0.1 * of_bias)
+    of_weight, of_bias = torch.autograd.grad(
+        loss, (self.part.weight, self.part.bias), create_graph=True
+    )
+    return functional.linear(
+        value, self.part.weight - 0.1 * of_weight, self.part.bias - 0.1 * of_bias
+    )
 
 
 def first_order(self: Calls, value: Tensor) -> Tensor:
@@ -114,7 +128,10 @@ def first_order(self: Calls, value: Tensor) -> Tensor:
 
 
 def penalty(self: Calls, value: Tensor) -> Tensor:
-    """A layer that runs a whole backward in its forward, and uses what that has left in `.grad`."""
+    """A layer that runs a whole backward in its forward.
+
+    It uses what that has left in `.grad`.
+    """
     before = None if self.part.weight.grad is None else self.part.weight.grad.clone()
     with torch.enable_grad():
         self.part(value.detach()).square().mean().backward()
@@ -123,7 +140,12 @@ def penalty(self: Calls, value: Tensor) -> Tensor:
 
 
 def jacobian_product(self: Calls, value: Tensor) -> Tensor:
-    return value + torch.autograd.functional.vjp(self.part, value, torch.ones_like(value), create_graph=True)[1]
+    return (
+        value
+        + torch.autograd.functional.vjp(
+            self.part, value, torch.ones_like(value), create_graph=True
+        )[1]
+    )
 
 
 def func_grad(self: Calls, value: Tensor) -> Tensor:
@@ -133,7 +155,8 @@ def func_grad(self: Calls, value: Tensor) -> Tensor:
 def func_weights(self: Calls, value: Tensor) -> Tensor:
     weights = dict(self.part.named_parameters())
     stepped = torch.func.grad(
-        lambda given: torch.func.functional_call(self.part, given, value).square().mean())(weights)
+        lambda weights: torch.func.functional_call(self.part, weights, value).square().mean()
+    )(weights)
     return value + torch.func.functional_call(self.part, stepped, value)
 
 
@@ -142,7 +165,10 @@ def forward_mode(self: Calls, value: Tensor) -> Tensor:
 
 
 class Reversible(torch.autograd.Function):
-    """Keeps no activation: its backward runs the part again, and asks autograd for the gradients itself."""
+    """A layer that keeps no activation.
+
+    Its backward runs the part again, and asks autograd for the gradients itself.
+    """
 
     @staticmethod
     def forward(ctx, value, part, *weights):
@@ -155,7 +181,9 @@ class Reversible(torch.autograd.Function):
         value, *weights = ctx.saved_tensors
         with torch.enable_grad():
             again = value.detach().requires_grad_()
-            of_value, *of_weights = torch.autograd.grad(torch.tanh(ctx.part(again)), (again, *weights), gradient)
+            of_value, *of_weights = torch.autograd.grad(
+                torch.tanh(ctx.part(again)), (again, *weights), gradient
+            )
         return of_value, None, *of_weights
 
 
@@ -170,8 +198,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "func.grad of weights": lambda: Calls(func_weights, part=linear()),
     "func.vmap": lambda: Calls(lambda self, x: torch.func.vmap(self.part)(x), part=linear()),
     "func.jvp": lambda: Calls(forward_mode, part=linear()),
-    "reversible": lambda: Calls(lambda self, x: Reversible.apply(x, self.part, *self.part.parameters()),
-                                part=linear()),
+    "reversible": lambda: Calls(
+        lambda self, x: Reversible.apply(x, self.part, *self.part.parameters()), part=linear()
+    ),
     "linear": linear,
     "no bias": lambda: linear(bias=False),
     "mlp": mlp,
@@ -182,30 +211,62 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "hooked": hooked,
     "twice": lambda: Calls(lambda self, x: self.part(torch.tanh(self.part(x))), part=linear()),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(linear()),
-    "side": lambda: Calls(lambda self, x: x * self.part(torch.ones(WIDTH, dtype=x.dtype)), part=linear()),
+    "side": lambda: Calls(
+        lambda self, x: x * self.part(torch.ones(WIDTH, dtype=x.dtype)), part=linear()
+    ),
     "detached": lambda: Calls(lambda self, x: x + self.part(x.detach()), part=linear()),
     "unused": lambda: Calls(lambda self, x: x.sin(), part=linear()),
     "matmul": lambda: Calls(lambda self, x: x @ self.weight, weight=weight()),
-    "matmul by name": lambda: Calls(lambda self, x: torch.matmul(input=x, other=self.weight),
-                                    weight=weight()),
+    "matmul by name": lambda: Calls(
+        lambda self, x: torch.matmul(input=x, other=self.weight), weight=weight()
+    ),
     "left matmul": lambda: Calls(lambda self, x: (self.weight @ x.mT).mT, weight=weight()),
-    "mm": lambda: Calls(lambda self, x: x.reshape(-1, WIDTH).mm(self.weight).view(x.shape), weight=weight()),
+    "mm": lambda: Calls(
+        lambda self, x: x.reshape(-1, WIDTH).mm(self.weight).view(x.shape), weight=weight()
+    ),
     "addmm": lambda: Calls(addmm, weight=weight(), bias=weight(WIDTH)),
-    "batched matmul": lambda: Calls(lambda self, x: x @ self.weight, weight=weight(1, WIDTH, WIDTH)),
-    "transposed view": lambda: Calls(lambda self, x: functional.linear(x, self.weight.t()), weight=weight()),
-    "tied matmul": lambda: Calls(lambda self, x: functional.linear(x @ self.weight, self.weight),
-                                 weight=weight()),
+    "batched matmul": lambda: Calls(
+        lambda self, x: x @ self.weight, weight=weight(1, WIDTH, WIDTH)
+    ),
+    "transposed view": lambda: Calls(
+        lambda self, x: functional.linear(x, self.weight.t()), weight=weight()
+    ),
+    "tied matmul": lambda: Calls(
+        lambda self, x: functional.linear(x @ self.weight, self.weight), weight=weight()
+    ),
     "attention": lambda: Calls(attend, part=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-    "checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=mlp()),
-    "reentrant checkpoint": lambda: Calls(lambda self, x: checkpoint(self.part, x, use_reentrant=True), part=mlp()),
-    "own function": lambda: Calls(lambda self, x: Scale.apply(x, self.weight), weight=weight(WIDTH)),
-    "convolution": lambda: Calls(lambda self, x: self.part(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
-                                 part=nn.Conv1d(1, 1, 3, padding=1)),
+    "checkpoint": lambda: Calls(
+        lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=mlp()
+    ),
+    "reentrant checkpoint": lambda: Calls(
+        lambda self, x: checkpoint(self.part, x, use_reentrant=True), part=mlp()
+    ),
+    "own function": lambda: Calls(
+        lambda self, x: Scale.apply(x, self.weight), weight=weight(WIDTH)
+    ),
+    "convolution": lambda: Calls(
+        lambda self, x: self.part(x.reshape(-1, 1, WIDTH)).reshape(x.shape),
+        part=nn.Conv1d(1, 1, 3, padding=1),
+    ),
 }
-ROUNDED = {"twice", "tied matmul", "shared", "left matmul", "forces", "forces of two products", "inner step",
-           "first-order inner step", "backward in the forward", "vector-jacobian product", "func.jvp"}
-"""Where the last bit may differ: a parameter used twice is summed in another order than autograd's, and a transposed
-value is multiplied in another order than one in place."""
+ROUNDED = {
+    "twice",
+    "tied matmul",
+    "shared",
+    "left matmul",
+    "forces",
+    "forces of two products",
+    "inner step",
+    "first-order inner step",
+    "backward in the forward",
+    "vector-jacobian product",
+    "func.jvp",
+}
+"""Where the last bit may differ.
+
+A parameter used twice is summed in another order than autograd's, and a transposed value is
+multiplied in another order than one in place.
+"""
 
 
 def stack(names: list[str], dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -216,8 +277,15 @@ def stack(names: list[str], dtype: torch.dtype = torch.float64) -> nn.Sequential
     return nn.Sequential(*modules).to(dtype)
 
 
-def run(names: list[str], shape: tuple[int, ...], split: bool, rounds: int = 2, *, dtype: torch.dtype = torch.float64,
-        bf16: bool = False) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+def run(
+    names: list[str],
+    shape: tuple[int, ...],
+    split: bool,
+    rounds: int = 2,
+    *,
+    dtype: torch.dtype = torch.float64,
+    bf16: bool = False,
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Input gradients of some micro-batches, and the parameters' gradients summed over them."""
     module = stack(names, dtype)
     results = []
@@ -244,7 +312,8 @@ def run(names: list[str], shape: tuple[int, ...], split: bool, rounds: int = 2, 
 
 
 def assert_same(names: list[str], shape: tuple[int, ...], **options: object) -> None:
-    plain, split = run(names, shape, False, **options), run(names, shape, True, **options)  # type: ignore[arg-type]
+    plain = run(names, shape, False, **options)  # type: ignore[arg-type]
+    split = run(names, shape, True, **options)  # type: ignore[arg-type]
     for left, right in zip(plain[0], split[0], strict=True):
         assert_equal(right, left, names)
     assert plain[1].keys() == split[1].keys()
@@ -268,25 +337,71 @@ def test_each_kind_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([*KINDS, "shared"]), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(st.sampled_from([*KINDS, "shared"]), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_stacks_of_any_kinds(names: list[str], rows: int, batched: bool) -> None:
     assert_same(names, (2, rows, WIDTH) if batched else (rows, WIDTH))
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(["linear", "no bias", "mlp", "residual", "layer norm", "frozen", "matmul", "addmm",
-                                 "checkpoint"]), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "linear",
+                "no bias",
+                "mlp",
+                "residual",
+                "layer norm",
+                "frozen",
+                "matmul",
+                "addmm",
+                "checkpoint",
+            ]
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_autocast_bit_for_bit(names: list[str]) -> None:
     assert_same(names, (2, 3, WIDTH), dtype=torch.float32, bf16=True)
 
 
-@pytest.mark.parametrize(("name", "deferred"), [
-    ("linear", 1), ("no bias", 1), ("mlp", 2), ("residual", 2), ("twice", 2), ("matmul", 1), ("matmul by name", 1),
-    ("mm", 1), ("addmm", 1), ("tied matmul", 2), ("checkpoint", 2), ("reentrant checkpoint", 2),
-    ("side", 1), ("detached", 1), ("in place", 1), ("own function", 1), ("first-order inner step", 0),
-    ("backward in the forward", 1), ("reversible", 0), ("func.vmap", 0), ("func.jvp", 1),
-    ("frozen", 0), ("hooked", 0), ("layer norm", 0), ("weight norm", 0), ("batched matmul", 0), ("attention", 0),
-])
+@pytest.mark.parametrize(
+    ("name", "deferred"),
+    [
+        ("linear", 1),
+        ("no bias", 1),
+        ("mlp", 2),
+        ("residual", 2),
+        ("twice", 2),
+        ("matmul", 1),
+        ("matmul by name", 1),
+        ("mm", 1),
+        ("addmm", 1),
+        ("tied matmul", 2),
+        ("checkpoint", 2),
+        ("reentrant checkpoint", 2),
+        ("side", 1),
+        ("detached", 1),
+        ("in place", 1),
+        ("own function", 1),
+        ("first-order inner step", 0),
+        ("backward in the forward", 1),
+        ("reversible", 0),
+        ("func.vmap", 0),
+        ("func.jvp", 1),
+        ("frozen", 0),
+        ("hooked", 0),
+        ("layer norm", 0),
+        ("weight norm", 0),
+        ("batched matmul", 0),
+        ("attention", 0),
+    ],
+)
 def test_what_is_deferred(name: str, deferred: int) -> None:
     module = stack([name])
     work: WeightWork = deque()
@@ -305,5 +420,8 @@ def test_without_gradients_nothing_is_recorded() -> None:
 
 
 def test_wrong_shapes_are_torchs_own_error() -> None:
-    with deferring_weights(deque()), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with (
+        deferring_weights(deque()),
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+    ):
         linear()(torch.ones(2, WIDTH + 1))

@@ -30,8 +30,14 @@ class _Random(TorchDispatchMode):
 
 def llama(tmp_path) -> ModelConfig:
     transformers = pytest.importorskip("transformers")
-    transformers.LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-                             num_attention_heads=2, max_position_embeddings=16).save_pretrained(tmp_path)
+    transformers.LlamaConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    ).save_pretrained(tmp_path)
     return ModelConfig(hugging_face=str(tmp_path / "config.json"), context=6)
 
 
@@ -49,22 +55,27 @@ def test_one_that_is_filled_computes_as_one_that_was_drawn(kind, tmp_path):
         for parameter in other.parameters():
             parameter.data.fill_(torch.nan)  # whatever it was
         other.load_state_dict(whole.state_dict())
-        given = LayerCall(whole)(value, batch)
-        torch.testing.assert_close(LayerCall(other)(value, batch), given, rtol=0, atol=0)
-        value = given.detach()
+        output = LayerCall(whole)(value, batch)
+        torch.testing.assert_close(LayerCall(other)(value, batch), output, rtol=0, atol=0)
+        value = output.detach()
 
 
 def test_layers_are_built_while_nobody_else_draws_random_numbers():
-    """Forwards hold the generators while they run. A user's `build` may draw from them, for empty layers, too."""
-    held = []
+    """Forwards hold the generators while they run.
+
+    A user's `build` may draw from them, for empty layers, too.
+    """
+    ownership = []
 
     class Watched(type(build_model(GPT, 0, torch.float64, CPU))):
         def build(self, layer):
-            held.append(GENERATOR_LOCK.is_owned)
+            ownership.append(GENERATOR_LOCK.is_owned)
             return super().build(layer)
 
     model = Watched(GPT, 0, torch.float64, CPU)
-    thread = threading.Thread(target=lambda: (build_on_device(model, 1, filled=False), build_on_device(model, 1)))
+    thread = threading.Thread(
+        target=lambda: (build_on_device(model, 1, filled=False), build_on_device(model, 1))
+    )
     thread.start()
     thread.join()
-    assert held == [True, True]
+    assert ownership == [True, True]

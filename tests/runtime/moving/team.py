@@ -1,4 +1,7 @@
-"""Two members of an order, with their layer senders, and a worker that gets layers from both."""
+"""Two members of an order, and a worker that gets layers from both.
+
+The members have layer senders.
+"""
 
 import queue
 import threading
@@ -10,7 +13,12 @@ import torch
 from slipstream.runtime.config import TrainingConfig
 from slipstream.runtime.models.layered_model import build_model, parameter_dtype
 from slipstream.runtime.moving.layer_messages import PartRange
-from slipstream.runtime.moving.layer_receiver import FetchRequest, LayerReceiver, ReceiverCallbacks, find_layer_sources
+from slipstream.runtime.moving.layer_receiver import (
+    FetchRequest,
+    LayerReceiver,
+    ReceiverCallbacks,
+    find_layer_sources,
+)
 from slipstream.runtime.moving.layer_sender import LayerSender
 from slipstream.runtime.moving.layer_store import LayerStore
 from slipstream.runtime.moving.received_part import SteppedPart
@@ -24,18 +32,28 @@ from tests.runtime.running import tiny
 from tests.runtime.speaking import SECRET
 
 CPU = torch.device("cpu")
-LEFT, RIGHT, TARGET = Worker(0, 0), Worker(1, 0), Worker(2, 0)
+LEFT = Worker(0, 0)
+RIGHT = Worker(1, 0)
+TARGET = Worker(2, 0)
 LAYERS = (0, 3)
 SOON = 60.0
 
 
-def build(training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0) -> HeldLayers:
-    return build_holding(build_model(tiny().model, seed, parameter_dtype(training), CPU), layers, training)
+def build(
+    training: TrainingConfig, layers: Iterable[int] = range(*LAYERS), seed: int = 0
+) -> HeldLayers:
+    return build_holding(
+        build_model(tiny().model, seed, parameter_dtype(training), CPU), layers, training
+    )
 
 
 def empty_store(training: TrainingConfig, seed: int = 0) -> LayerStore:
-    return LayerStore(lambda layer, filled: build(training, [layer], seed).modules[layer], lambda *_: {},
-                      build(training, []), CPU)
+    return LayerStore(
+        lambda layer, filled: build(training, [layer], seed).modules[layer],
+        lambda *_: {},
+        build(training, []),
+        CPU,
+    )
 
 
 def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> LayerStore:
@@ -49,7 +67,9 @@ def hold(store: LayerStore, after: int = -1, layers: LayerRange = LAYERS) -> Lay
 
 def whole(layer: int) -> PartRange:
     """The name of a layer of these."""
-    return PartRange(layer, 0, count_elements(build(tiny().training, [layer]).modules[layer]).cut, state=True)
+    return PartRange(
+        layer, 0, count_elements(build(tiny().training, [layer]).modules[layer]).cut, state=True
+    )
 
 
 class Member:
@@ -61,7 +81,10 @@ class Member:
         self.sender = LayerSender("127.0.0.1", SECRET, bytes_per_second)
 
     def run(self, iteration: int, take: int = 0) -> None:
-        """An iteration, of which nothing is known but its gradients; they differ with each `take`."""
+        """Run an iteration, of which nothing is known but its gradients.
+
+        They differ with each `take`.
+        """
         draw = torch.Generator().manual_seed(1000 * take + iteration)
         for gradient in self.holding.flat_gradients():
             gradient.copy_(torch.randn(gradient.shape, dtype=gradient.dtype, generator=draw))
@@ -80,18 +103,36 @@ class Team:
     """Two members, and a worker that gets its layers from both."""
 
     def __init__(self, training: TrainingConfig, bytes_per_second: float | None = None) -> None:
-        self.members = {LEFT: Member(training, bytes_per_second), RIGHT: Member(training, bytes_per_second)}
+        self.members = {
+            LEFT: Member(training, bytes_per_second),
+            RIGHT: Member(training, bytes_per_second),
+        }
         self.told: queue.Queue[str] = queue.Queue()
         self.receiver = receiver(training, self.told)
 
-    def fetch(self, number: int = 1, order: int = 1, right: tuple[str, int] | None = None, *,
-              follow: bool = True) -> None:
+    def fetch(
+        self,
+        number: int = 1,
+        order: int = 1,
+        right: tuple[str, int] | None = None,
+        *,
+        follow: bool = True,
+    ) -> None:
         """Have layers 0 and 2 come from the left, 1 from the right."""
         left, right = self.members[LEFT].sender.address, right or self.members[RIGHT].sender.address
         addresses = (LEFT, (left,)), (RIGHT, (right,))
-        moves = [LayerMove(target, source, layer, 0, whole(layer).stop) for target, source, layer in (
-            (TARGET, LEFT, 0), (TARGET, RIGHT, 1), (TARGET, LEFT, 2), (LEFT, RIGHT, 1))]
-        self.receiver.start_fetch(FetchRequest(number, order, find_layer_sources(TARGET, moves, addresses), follow))
+        moves = [
+            LayerMove(target, source, layer, 0, whole(layer).stop)
+            for target, source, layer in (
+                (TARGET, LEFT, 0),
+                (TARGET, RIGHT, 1),
+                (TARGET, LEFT, 2),
+                (LEFT, RIGHT, 1),
+            )
+        ]
+        self.receiver.start_fetch(
+            FetchRequest(number, order, find_layer_sources(TARGET, moves, addresses), follow)
+        )
 
     def until_asked(self) -> None:
         waiter = threading.Event()
@@ -118,15 +159,19 @@ class Team:
         return self.receiver.take_parts(order, fetch, lambda: None)
 
 
-def receiver(training: TrainingConfig, told: "queue.Queue[str]") -> LayerReceiver:
+def receiver(training: TrainingConfig, outcomes: "queue.Queue[str]") -> LayerReceiver:
     return LayerReceiver(
         lambda layer: build(training, [layer], seed=1).modules[layer],
-        partial(SteppedPart, config=training, device=CPU), CPU, SECRET, Told(told))
+        partial(SteppedPart, config=training, device=CPU),
+        CPU,
+        SECRET,
+        Told(outcomes),
+    )
 
 
 class Told(ReceiverCallbacks):
-    def __init__(self, told: queue.Queue[str]) -> None:
-        self._told = told
+    def __init__(self, outcomes: queue.Queue[str]) -> None:
+        self._told = outcomes
 
     def on_up_to_date(self, fetch: FetchRequest) -> None:
         self._told.put(f"up to date {fetch.number}")

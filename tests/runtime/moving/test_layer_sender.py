@@ -1,4 +1,7 @@
-"""Who gives layers away: when it waits, for whom, and what ends one connection and no other."""
+"""Who gives layers away.
+
+Tested is when it waits, for whom, and what ends one connection and no other.
+"""
 
 import threading
 
@@ -24,8 +27,7 @@ def test_who_gives_layers_away_waits_until_they_have_gone(team):
     thread = threading.Thread(target=give, daemon=True)
     thread.start()
     assert not returned.wait(0.05), "nobody has asked"
-    with ask(member.sender.address, SOON) as stale, \
-            ask(member.sender.address, SOON) as asking:
+    with ask(member.sender.address, SOON) as stale, ask(member.sender.address, SOON) as asking:
         stale.send(LayerRequest((whole(0),), 1))
         assert not returned.wait(0.05), "what was asked for an earlier order does not count"
         asking.send(LayerRequest((whole(0),), 2))
@@ -51,7 +53,9 @@ def test_one_thread_serves_all(team):
     for connection in connections:
         connection.send(LayerRequest((whole(0), whole(1))))
     team.members[LEFT].run(0)
-    assert set(threading.enumerate()) <= before, "a thread was started; those of other tests may end meanwhile"
+    assert set(threading.enumerate()) <= before, (
+        "a thread was started; those of other tests may end meanwhile"
+    )
     for connection in connections:
         connection.connection.close()
 
@@ -75,7 +79,7 @@ def test_a_layer_that_cannot_be_sent_ends_its_connection_and_no_other(team, monk
 
 
 def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
-    """As for one whose connection carries less than training makes; not for one that is gone."""
+    # It does so for a connection that carries less than training makes; not for one that is gone.
     member, waited = team.members[LEFT], []
     with ask(member.sender.address, SOON) as slow:
         slow.send(LayerRequest((whole(0),)))
@@ -85,7 +89,9 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
         member.run(0)
         member.sender.wait_for_room(lambda: waited.append("never"))
         assert not waited
-        reader = threading.Thread(target=lambda: [slow.receive() for _ in range(iteration + 2)], daemon=True)
+        reader = threading.Thread(
+            target=lambda: [slow.receive() for _ in range(iteration + 2)], daemon=True
+        )
 
         def read() -> None:
             if not waited:
@@ -97,7 +103,8 @@ def test_training_waits_where_too_much_is_queued_until_nothing_is(team):
             iteration += 1
             member.run(iteration)
             member.sender.wait_for_room(read)
-        assert iteration + 1 >= QUEUE_STATES and not full(member.sender)  # before the first step, AdamW has no state
+        # Before the first step, AdamW has no state.
+        assert iteration + 1 >= QUEUE_STATES and not full(member.sender)
         reader.join(SOON)
 
 
@@ -113,17 +120,22 @@ def test_a_receiver_that_takes_nothing_is_dropped_and_training_goes_on(team, mon
         for iteration in range(10_000):  # at first, the system's buffers take more
             named.clear()
             member.run(iteration)
-            dropped = member.sender.wait_for_room(lambda: named.append(member.sender.find_full_receivers()))
+            dropped = member.sender.wait_for_room(
+                lambda: named.append(member.sender.find_full_receivers())
+            )
             if dropped:
                 break
         assert dropped == [TARGET] and named and all(receivers == [TARGET] for receivers in named)
-        assert member.sender.find_full_receivers() == [] == member.sender.wait_for_room(lambda: None)
+        assert (
+            member.sender.find_full_receivers() == [] == member.sender.wait_for_room(lambda: None)
+        )
         member.run(iteration + 1)
         assert not member.sender._server.list_following()
 
 
 def full(sender: LayerSender) -> bool:
     """Whether training would wait."""
+
     def refuse() -> None:
         raise TimeoutError
 

@@ -1,4 +1,7 @@
-"""Layers on their way between workers: the same bits at both ends, whether all wait meanwhile or train on."""
+"""Layers on their way between workers keep their bits.
+
+All wait meanwhile or train on.
+"""
 
 import socket
 from functools import partial
@@ -15,7 +18,11 @@ from tests.runtime.moving.team import LAYERS, LEFT, RIGHT, SOON, Team, empty_sto
 from tests.runtime.running import tiny
 from tests.runtime.speaking import be_asked
 
-CONFIGS = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}}
+CONFIGS = {
+    "adamw": {},
+    "sgd": {"optimizer": "sgd"},
+    "momentum": {"optimizer": "sgd", "momentum": 0.9},
+}
 
 
 def while_all_wait(team: Team, committed: int) -> None:
@@ -28,7 +35,10 @@ def while_all_wait(team: Team, committed: int) -> None:
 
 
 def while_all_train(team: Team, committed: int) -> None:
-    """An order ends in the middle, and an iteration runs again; the last order may come one step too late."""
+    """An order ends in the middle, and an iteration runs again.
+
+    The last order may come one step too late.
+    """
     for iteration in range(2):
         team.run(iteration)
     team.fetch(0, 1)
@@ -58,7 +68,9 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     for iteration in range(committed + 1, committed + 3):
         compare(store, member.store, iteration - 1)
         member.run(iteration, take=2)
-        for mine, theirs in zip(fetched.flat_gradients(), member.holding.flat_gradients(), strict=True):
+        for mine, theirs in zip(
+            fetched.flat_gradients(), member.holding.flat_gradients(), strict=True
+        ):
             assert not mine.any() or iteration > committed + 1
             mine.copy_(theirs)
         fetched.optimizer.step(iteration)
@@ -66,9 +78,12 @@ def test_layers_that_have_moved_are_the_same_bits_and_stay_so(team, move, commit
     fetched.optimizer.undo()
 
 
-def compare(one: LayerStore, other: LayerStore, after: int) -> None:
+def compare(store: LayerStore, other: LayerStore, after: int) -> None:
     for layer in range(*LAYERS):
-        mine, theirs = one.get_part_state(whole(layer), after), other.get_part_state(whole(layer), after)
+        mine, theirs = (
+            store.get_part_state(whole(layer), after),
+            other.get_part_state(whole(layer), after),
+        )
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor, theirs[name]), name
@@ -93,17 +108,35 @@ def test_a_sender_that_goes_is_told_once(team):
     assert team.told.get(timeout=SOON) == "up to date 1"
     team.members[RIGHT].sender.close()
     assert team.told.get(timeout=SOON) == "failed 1"
-    with pytest.raises(CommunicationError, match=r"fetching layers from worker 1\.0 failed: the connection was closed"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"fetching layers from worker 1\.0 failed: the connection was closed",
+    ):
         team.take(2)
     assert team.told.empty()
 
 
-@pytest.mark.parametrize(("message", "tensors", "reason"), [
-    (LayerPart(PartRange(7, 0, 1, True), 0), {}, "it sent a part of layer 7 that was not requested"),
-    (LayerPart(whole(1), 0), {"model.x": torch.zeros(1)}, "a part of layer 1 has no elements of"),
-    (PartStepped(whole(1), 0), {"x": torch.zeros(1)}, "it has stepped a part of layer 1 that it has not sent"),
-    (LayerRequest((whole(1),)), {}, "it sent a request instead of an answer"),
-])
+@pytest.mark.parametrize(
+    ("message", "tensors", "reason"),
+    [
+        (
+            LayerPart(PartRange(7, 0, 1, True), 0),
+            {},
+            "it sent a part of layer 7 that was not requested",
+        ),
+        (
+            LayerPart(whole(1), 0),
+            {"model.x": torch.zeros(1)},
+            "a part of layer 1 has no elements of",
+        ),
+        (
+            PartStepped(whole(1), 0),
+            {"x": torch.zeros(1)},
+            "it has stepped a part of layer 1 that it has not sent",
+        ),
+        (LayerRequest((whole(1),)), {}, "it sent a request instead of an answer"),
+    ],
+)
 def test_nonsense_ends_a_fetch(message, tensors, reason, team, capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         team.fetch(right=("127.0.0.1", listener.getsockname()[1]))
@@ -119,7 +152,13 @@ def test_a_layer_that_is_fetched_takes_nothing_of_the_device_before_it_is_held()
     """Its worker trains meanwhile, and plans have no room for it there."""
     device, training = torch.device("meta"), tiny().training  # any that is not the host
     model = build_model(tiny().model, 0, torch.float64, device)
-    store = LayerStore(partial(build_layer, model, config=training), lambda *_: {},
-                       build_holding(model, (), training), device)
+    store = LayerStore(
+        partial(build_layer, model, config=training),
+        lambda *_: {},
+        build_holding(model, (), training),
+        device,
+    )
     store.prebuild_layers([1])
-    assert {(one.device.type, one.grad) for one in store.get_module(1).parameters()} == {("cpu", None)}
+    assert {
+        (parameter.device.type, parameter.grad) for parameter in store.get_module(1).parameters()
+    } == {("cpu", None)}

@@ -1,4 +1,7 @@
-"""A child of `test_children`: it lives for some time, and ends well with an answer or badly with a complaint."""
+"""A child of `test_children`, which lives for some time.
+
+It ends well with an answer or badly with a complaint.
+"""
 
 import os
 import sys

@@ -29,8 +29,10 @@ def test_the_one_that_failed_is_named_not_those_that_are_ended_for_it(fork_serve
 
 
 def test_one_that_says_nothing_is_named_by_its_status(fork_server):
-    with start(fork_server, Life(0.0, "", 3)) as children, \
-            pytest.raises(ChildError, match=r"^a process ended with status 3$"):
+    with (
+        start(fork_server, Life(0.0, "", 3)) as children,
+        pytest.raises(ChildError, match=r"^a process ended with status 3$"),
+    ):
         children.collect_results(patience.SECONDS)
 
 
@@ -45,8 +47,10 @@ def test_waiting_has_an_end(fork_server):
 
 
 def test_a_task_that_raises_is_told_by_the_last_line(fork_server):
-    with ChildProcesses("tests.runtime.processes.child:nothing", [Life(0)], fork_server) as children, \
-            pytest.raises(ChildError, match=r"^AttributeError: module .* has no attribute 'nothing'$"):
+    with (
+        ChildProcesses("tests.runtime.processes.child:nothing", [Life(0)], fork_server) as children,
+        pytest.raises(ChildError, match=r"^AttributeError: module .* has no attribute 'nothing'$"),
+    ):
         children.collect_results(patience.SECONDS)
 
 

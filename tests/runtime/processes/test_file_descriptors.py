@@ -21,7 +21,9 @@ def test_the_limit_is_raised_to_what_the_system_allows_and_compared(monkeypatch)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
     raise_descriptor_limit(count_node_0_descriptors(1024, 128))
     assert limits == [4096, 4096]
-    with pytest.raises(ConfigError, match=r"may open 4096 .* needs 8960; allow more, with ulimit -Hn 8960"):
+    with pytest.raises(
+        ConfigError, match=r"may open 4096 .* needs 8960; allow more, with ulimit -Hn 8960"
+    ):
         raise_descriptor_limit(count_node_0_descriptors(4096, 512))
 
 
@@ -34,8 +36,9 @@ def test_without_a_limit_as_many_as_are_needed_are_asked_for(monkeypatch):
 
 
 def test_each_communicator_opens_a_connection_to_the_store_for_each_of_its_ends():
-    """Two pipelines of three stages: four neighbours in two directions, with two ends each; three pairs of peers. With
-    two ranks a worker all is twice, and the ranks of each of six workers meet."""
+    # Two pipelines of three stages: four neighbours in two directions, with two ends each; three
+    # pairs of peers. With two ranks a worker all is twice, and the ranks of each of six workers
+    # meet.
     schedule = schedule_for(grid(2, 3, 4))
     placement = place_layers(schedule.grid, 3)
     assert count_communicator_ends(schedule, placement, 1) == 4 * 2 * 2 + 3 * 2

@@ -40,13 +40,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_launcher_that_dies_while_processes_are_started_leaves_neither_them_nor_a_traceback():
     """Their standard error is this pipe: it ends when the last of them has."""
-    done = subprocess.run([sys.executable, "-c", KILLED], env=command_environment(), stderr=subprocess.PIPE, text=True,
-                          timeout=patience.SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        env=command_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=patience.SECONDS,
+        check=False,
+    )
     assert done.returncode == -9 and done.stderr == ""
 
 
 def leave(folder: str, killed: str) -> None:
-    """Be killed, with the fork server or without it, while a lock and a folder are there."""
+    """Be killed while a lock and a folder are there.
+
+    The fork server is killed, too, or not.
+    """
     tempfile.tempdir, out = folder, Path(folder)
     with hold_folder_lock(out, 1), ReportGatherer() as gatherer:
         server = fork_server_of_launcher()
@@ -61,7 +70,9 @@ def left_in(folder: str) -> list[Path]:
     return [*Path(folder).glob(".node-*.lock"), *Path(folder).glob("slipstream-*")]
 
 
-def test_what_a_launcher_that_was_killed_leaves_is_removed_by_the_fork_server_or_by_the_next_one(monkeypatch, tmp_path):
+def test_what_a_launcher_that_was_killed_leaves_is_removed_by_the_fork_server_or_by_the_next_one(
+    monkeypatch, tmp_path
+):
     """The next one, where the fork server was killed, too. What somebody uses stays."""
     log = tmp_path / "log"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # addresses of sockets are short
@@ -104,8 +115,14 @@ assert not torch.cuda.is_initialized()
 
 def test_nothing_that_the_fork_server_imports_initialises_cuda():
     """Torch refuses a GPU to a process that was forked from one that has."""
-    done = subprocess.run([sys.executable, "-c", LOADS], env=command_environment(), stderr=subprocess.PIPE, text=True,
-                          timeout=patience.SECONDS, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS],
+        env=command_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=patience.SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -129,25 +146,34 @@ server.close()
 
 
 def test_what_is_held_is_found_by_the_same_name_whoever_has_held_it_before():
-    """A launcher that has taken over, and dies before it has told anybody, is followed by another."""
+    # A launcher that has taken over, and dies before it has told anybody, is followed by another.
     pids, name = set[int](), ""
     for last in (False, False, True):
         words = [name] * bool(name) + ["ends"] * last
-        done = subprocess.run([sys.executable, "-c", ADOPTS, *words], env=command_environment(),
-                              stdout=subprocess.PIPE, text=True, timeout=patience.SECONDS, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", ADOPTS, *words],
+            env=command_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=patience.SECONDS,
+            check=False,
+        )
         assert done.returncode == (0 if last else -9)
-        told, pid = done.stdout.split()
-        name = name or told
+        printed_name, pid = done.stdout.split()
+        name = name or printed_name
         pids.add(int(pid))
     assert len(pids) == 1
     wait_until_gone([*pids])
 
 
 def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
-    """The fork server is stopped, and so kills nobody: it is killed itself, and its processes die with it."""
+    # The fork server is stopped, and so kills nobody: it is killed itself, and its processes die
+    # with it.
     monkeypatch.setattr(fork_server, "KILL_SECONDS", 0.3)
     with ForkServer() as server:
-        server.start_process(ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", str(tmp_path / "log")))
+        server.start_process(
+            ProcessSpec("a", "tests.runtime.processes.child:sleep", "300", str(tmp_path / "log"))
+        )
         while not server.pids:
             server.poll(60)
         pid = server.pids["a"]
@@ -158,13 +184,20 @@ def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
 
 
 def test_a_process_that_ends_while_it_is_taken_over_does_not_live():
-    """Its end may come with the first news, behind its name: nobody would ever hear of it again."""
+    # Its end may come with the first news, behind its name: nobody would ever hear of it again.
     server, launcher = socket.socketpair()
-    news = (ServerAdopted("note", ("a", "b")), ProcessStarted("a", 1), ProcessStarted("b", 2), ProcessEnded("a", -9))
+    news = (
+        ServerAdopted("note", ("a", "b")),
+        ProcessStarted("a", 1),
+        ProcessStarted("b", 2),
+        ProcessEnded("a", -9),
+    )
     with server:
-        server.sendall(b"".join(msgspec.json.encode(one) + b"\n" for one in news))
+        server.sendall(b"".join(msgspec.json.encode(line) + b"\n" for line in news))
         adopted = AdoptedForkServer(launcher, "name")
-        assert adopted.list_alive() == ["b"] and adopted.pids == {"b": 2} and not adopted.is_alive("a")
+        assert (
+            adopted.list_alive() == ["b"] and adopted.pids == {"b": 2} and not adopted.is_alive("a")
+        )
         server.sendall(msgspec.json.encode(ProcessEnded("b", 0)) + b"\n")
         assert adopted.poll(5.0) == [ProcessEnded("b", 0)]
     adopted.close()

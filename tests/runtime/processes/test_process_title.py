@@ -12,13 +12,29 @@ import pytest
 from tests.patience import SECONDS
 from tests.runtime.running import below, command_environment, losses_in, tiny_text
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lets a process do so")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux lets a process do so"
+)
 
 
 def test_the_processes_of_a_run_are_told_apart(tmp_path):
     (tmp_path / "job.toml").write_text(tiny_text(pipelines=2, iterations=100_000))
-    started = subprocess.Popen([sys.executable, "-m", "slipstream", "train", "job.toml", "--out", "run", "--method",
-                                "greedy"], cwd=tmp_path, env=command_environment(), stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "train",
+            "job.toml",
+            "--out",
+            "run",
+            "--method",
+            "greedy",
+        ],
+        cwd=tmp_path,
+        env=command_environment(),
+        stderr=subprocess.DEVNULL,
+    )
     try:
         deadline = time.monotonic() + SECONDS
         while len(losses_in(tmp_path / "run")) < 3:
@@ -35,9 +51,16 @@ def test_the_processes_of_a_run_are_told_apart(tmp_path):
     workers = {"worker 0.0", "worker 0.1", "worker 1.0", "worker 1.1"}
     run = f"{tmp_path.name}/run"  # two runs on one machine are told apart by their folders
     assert "slipstream fork server" in titles
-    assert all(any(f"slipstream {worker}: {run}".startswith(title) and len(title) > len(f"slipstream {worker}: ")
-                   for title in titles) for worker in workers)
+    for worker in workers:
+        whole_title, shortest = f"slipstream {worker}: {run}", len(f"slipstream {worker}: ")
+        assert any(whole_title.startswith(title) and len(title) > shortest for title in titles)
     assert "slipstream node 0: train job.toml --out run --method greedy".startswith(
-        next(title for title in titles if title.startswith("slipstream node 0:")))
-    # A short name has no spaces: SLURM's proctrack/linuxproc could not read the parent of such a process.
-    assert {name.replace(" ", "-") for name in workers} | {"node-0", "fork-server", "node-0's-watch"} <= names
+        next(title for title in titles if title.startswith("slipstream node 0:"))
+    )
+    # A short name has no spaces: SLURM's proctrack/linuxproc could not read the parent of such a
+    # process.
+    assert {name.replace(" ", "-") for name in workers} | {
+        "node-0",
+        "fork-server",
+        "node-0's-watch",
+    } <= names

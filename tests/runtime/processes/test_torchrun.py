@@ -1,4 +1,7 @@
-"""What of a run that torchrun has started may be killed, and what becomes of the rest, as docs/clusters.md says."""
+"""What of a run that torchrun has started may be killed.
+
+What becomes of the rest is as docs/clusters.md says.
+"""
 
 import os
 import signal
@@ -12,8 +15,11 @@ from slipstream.runtime.checkpoints.checkpoint import open_latest
 from tests.runtime.processes.torchrun import Agents, agents, losses_in_lines
 from tests.runtime.running import alive, tiny_text
 
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.timeout(600),
+]
 END_SECONDS = 150.0
 """On a busy machine the end of torchrun itself takes long."""
 
@@ -45,7 +51,8 @@ def assert_all_end(run: Agents, processes: list[int]) -> None:
 
 
 def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node_0_is(tmp_path):
-    """One after the other: a launcher of another node; the agent of another node; node 0."""
+    # One after the other are killed: a launcher of another node; the agent of another node; node 0,
+    # which ends it.
     with agents(tmp_path, job(tmp_path, 3), 3, "--checkpoint-every", "1000000") as run:
         processes = started(run)
         others = [node for node in range(3) if node != 0 and run.agent_of(node) != 0]
@@ -57,7 +64,9 @@ def test_a_launcher_and_then_an_agent_are_killed_and_the_others_go_on_until_node
         assert_trains_on(run)
         os.kill(run.launcher(0), signal.SIGKILL)
         assert_all_end(run, processes)
-    assert open_latest(run.out / "checkpoints") is None, "none was due, and nobody was asked for one"
+    assert open_latest(run.out / "checkpoints") is None, (
+        "none was due, and nobody was asked for one"
+    )
 
 
 def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_path):
@@ -69,8 +78,13 @@ def test_the_agent_of_node_0_is_killed_and_the_run_ends_with_a_checkpoint(tmp_pa
         assert newest is not None and newest.iteration == len(losses_in_lines(run.out)), run.said()
 
 
-def test_with_restarts_node_0_goes_on_with_its_workers_and_sigterm_at_all_agents_ends_the_run(tmp_path):
-    """When node 0 dies, torchrun ends and starts all launchers: the others come in anew. Then a scheduler takes all."""
+def test_with_restarts_node_0_goes_on_with_its_workers_and_sigterm_at_all_agents_ends_the_run(
+    tmp_path,
+):
+    """When node 0 dies, torchrun ends and starts all launchers: the others come in anew.
+
+    Then a scheduler takes all.
+    """
     with agents(tmp_path, job(tmp_path, 2), 2, restarts=1) as run:
         started(run)
         os.kill(run.launcher(0), signal.SIGKILL)

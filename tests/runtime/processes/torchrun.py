@@ -1,4 +1,7 @@
-"""Runs started by several agents of torchrun on this machine, and what of them can be killed."""
+"""Runs started by several agents of torchrun on this machine.
+
+Parts of them can be killed.
+"""
 
 import contextlib
 import os
@@ -17,29 +20,70 @@ START_SECONDS = 240.0
 
 
 def torchrun(folder: str, *words: str) -> None:
-    """In the process of an agent: what `python -m torch.distributed.run` does, where torch is imported already."""
+    """Do what `python -m torch.distributed.run` does, in an agent's process.
+
+    Torch is imported there already.
+    """
     os.chdir(folder)
     os.environ.update(command_environment())
     run.main(list(words))
 
 
 class Agents:
-    """One `torchrun` for each machine that is played, all on this one; each starts one launcher."""
+    """One `torchrun` for each machine that is played, all on this one.
 
-    def __init__(self, folder: Path, job: Path, count: int, restarts: int, words: Sequence[str]) -> None:
+    Each starts one launcher.
+    """
+
+    def __init__(
+        self, folder: Path, job: Path, count: int, restarts: int, words: Sequence[str]
+    ) -> None:
         self.out = folder / "out"
         self._folder = folder
         port = free_port()
         for agent in range(count):
             self.log(agent).touch()  # each process opens its own, a moment after it is started
-        train = ["-m", "slipstream", "train", str(job), "--out", str(self.out), "--resume", str(self.out), "--method",
-                 "greedy", "--coordinator-timeout", "240" if restarts else "2",
-                 *HEARTBEATS, *words]
-        self.processes = [Launcher(
-            f"{__name__}:torchrun", folder, "--nnodes", count, "--nproc-per-node", 1,
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test",
-            "--max-restarts", restarts, "--rdzv-conf", f"is_host={int(agent == 0)}",
-            "--local-addr", "127.0.0.1", *train, log=self.log(agent)) for agent in range(count)]
+        train = [
+            "-m",
+            "slipstream",
+            "train",
+            str(job),
+            "--out",
+            str(self.out),
+            "--resume",
+            str(self.out),
+            "--method",
+            "greedy",
+            "--coordinator-timeout",
+            "240" if restarts else "2",
+            *HEARTBEATS,
+            *words,
+        ]
+        self.processes = [
+            Launcher(
+                f"{__name__}:torchrun",
+                folder,
+                "--nnodes",
+                count,
+                "--nproc-per-node",
+                1,
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{port}",
+                "--rdzv-id",
+                "test",
+                "--max-restarts",
+                restarts,
+                "--rdzv-conf",
+                f"is_host={int(agent == 0)}",
+                "--local-addr",
+                "127.0.0.1",
+                *train,
+                log=self.log(agent),
+            )
+            for agent in range(count)
+        ]
         self.launchers: list[dict[int, int]] = []
         """Of each agent, process id by number of the node."""
 
@@ -47,10 +91,15 @@ class Agents:
         return self._folder / f"agent-{agent}.log"
 
     def said(self) -> str:
-        return "\n".join(f"agent {agent}:\n{self.log(agent).read_text()}" for agent in range(len(self.processes)))
+        return "\n".join(
+            f"agent {agent}:\n{self.log(agent).read_text()}" for agent in range(len(self.processes))
+        )
 
     def wait_for_losses(self, count: int, seconds: float = START_SECONDS) -> None:
-        """Until so many iterations are committed; raises AssertionError when the run ends before."""
+        """Wait until so many iterations are committed.
+
+        Raises AssertionError when the run ends before.
+        """
         deadline = time.monotonic() + seconds
         while len(losses_in_lines(self.out)) < count:
             assert time.monotonic() < deadline, self.said()
@@ -64,8 +113,10 @@ class Agents:
             time.sleep(0.2)
 
     def find_launchers(self) -> None:
-        self.launchers = [{int(environment_of(pid)["RANK"]): pid for pid in children(agent.pid)
-                           if "RANK" in environment_of(pid)} for agent in self.processes]
+        self.launchers = []
+        for agent in self.processes:
+            pids = [pid for pid in children(agent.pid) if "RANK" in environment_of(pid)]
+            self.launchers.append({int(environment_of(pid)["RANK"]): pid for pid in pids})
 
     def agent_of(self, node: int) -> int:
         return next(agent for agent, launchers in enumerate(self.launchers) if node in launchers)
@@ -75,7 +126,7 @@ class Agents:
 
     def everything(self) -> list[int]:
         """All processes that are below the agents."""
-        return [one for agent in self.processes for one in below(agent.pid)]
+        return [process for agent in self.processes for process in below(agent.pid)]
 
     def wait(self, seconds: float) -> list[int | None]:
         """The exit status of each agent; None where it has not ended by then."""
@@ -88,15 +139,15 @@ class Agents:
 @contextlib.contextmanager
 def agents(folder: Path, job: Path, count: int, *words: str, restarts: int = 0) -> Iterator[Agents]:
     """Agents of torchrun; at the end nothing of them is left."""
-    made = Agents(folder, job, count, restarts, words)
+    agents_ = Agents(folder, job, count, restarts, words)
     try:
-        yield made
+        yield agents_
     finally:
-        left = made.everything()
-        for process in made.processes:
+        pids = agents_.everything()
+        for process in agents_.processes:
             process.kill()
             process.wait(20)
-        for pid in left:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 if alive(pid):
                     os.kill(pid, 9)

@@ -1,4 +1,7 @@
-"""Where the secret of a run comes from. How it is used is tried by tests/runtime/test_hostile_peer.py."""
+"""Where the secret of a run comes from.
+
+How it is used is tried by tests/runtime/test_hostile_peer.py.
+"""
 
 import contextlib
 import socket
@@ -42,20 +45,28 @@ def test_each_run_makes_another():
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_can_read_or_write_is_refused(mode, file):
     file.chmod(mode)
-    with pytest.raises(SecretError,
-                       match=f"^{SECRET_FILE_VARIABLE}={file}: others can read or write it; chmod 600 {file}$"):
+    with pytest.raises(
+        SecretError,
+        match=f"^{SECRET_FILE_VARIABLE}={file}: others can read or write it; chmod 600 {file}$",
+    ):
         read_secret({SECRET_FILE_VARIABLE: str(file)})
 
 
 def test_what_is_no_secret_is_refused_in_one_line_that_does_not_show_it(file, tmp_path):
     file.write_text("short")
-    for environment, reason in (({SECRET_FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
-                                ({SECRET_VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
-                                ({SECRET_FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
-                                ({SECRET_FILE_VARIABLE: "/dev/null"}, "not a regular file")):
+    for environment, reason in (
+        ({SECRET_FILE_VARIABLE: str(file)}, "a secret of 5 bytes; expected 16 to 4096"),
+        ({SECRET_VARIABLE: "x" * 5000}, "a secret of 5000 bytes; expected 16 to 4096"),
+        ({SECRET_FILE_VARIABLE: "/no/such"}, "cannot be read: No such file"),
+        ({SECRET_FILE_VARIABLE: "/dev/null"}, "not a regular file"),
+    ):
         with pytest.raises(SecretError, match=reason) as caught:
             read_secret(environment)
-        assert "\n" not in str(caught.value) and "short" not in str(caught.value) and "xxx" not in str(caught.value)
+        assert (
+            "\n" not in str(caught.value)
+            and "short" not in str(caught.value)
+            and "xxx" not in str(caught.value)
+        )
 
 
 def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
@@ -63,11 +74,16 @@ def test_of_many_refusals_ten_are_told_and_then_each_power_of_ten():
     refused = RefusalLog(said.append)
     for _ in range(2000):
         refused("somebody", "no reason")
-    assert len(said) == 12 and said[0] == "somebody was cut off: no reason" and "the 1000th connection" in said[-1]
+    assert (
+        len(said) == 12
+        and said[0] == "somebody was cut off: no reason"
+        and "the 1000th connection" in said[-1]
+    )
 
 
 def test_who_answers_a_byte_at_a_time_is_not_waited_for(monkeypatch):
-    """The time is one for the whole handshake: a worker that looks for a coordinator has no other to spend on it."""
+    # The time is one for the whole handshake: a worker that looks for a coordinator has no other to
+    # spend on it.
     monkeypatch.setattr(authentication, "HELLO_SECONDS", 0.3)
     ours, theirs = socket.socketpair()
 

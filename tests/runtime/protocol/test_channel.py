@@ -1,4 +1,7 @@
-"""Messages on a connection: cut apart, checked, bounded; a coordinator that is late, silent or gone."""
+"""Messages on a connection are cut apart, checked and bounded.
+
+A coordinator is late, silent or gone.
+"""
 
 import queue
 import select
@@ -13,7 +16,13 @@ import pytest
 from slipstream.runtime.protocol import authentication, to_coordinator, to_node_agent, to_worker
 from slipstream.runtime.protocol import channel as channel_module
 from slipstream.runtime.protocol.authentication import PROTOCOL_VERSION, TagSequence
-from slipstream.runtime.protocol.channel import MAX_BYTES, Channel, FrameParser, ProtocolError, encode_frame
+from slipstream.runtime.protocol.channel import (
+    MAX_BYTES,
+    Channel,
+    FrameParser,
+    ProtocolError,
+    encode_frame,
+)
 from slipstream.runtime.protocol.rendezvous import Rendezvous, RendezvousError, open_listener
 from slipstream.runtime.protocol.to_coordinator import Heartbeat, IterationReport, JoinWorker, Note
 from slipstream.runtime.protocol.to_worker import Acknowledged, EndOrder, Leave
@@ -32,8 +41,11 @@ def test_messages_are_whole_however_the_bytes_come():
     data = b"".join(encode_frame(message).with_tag(tags) for message in messages)
     for step in (1, 7, len(data)):
         frames = FrameParser(TagSequence(KEY))
-        found = [body for start in range(0, len(data), step)
-                 for body in frames.parse_messages(data[start:start + step])]
+        found = [
+            body
+            for start in range(0, len(data), step)
+            for body in frames.parse_messages(data[start : start + step])
+        ]
         assert list(map(to_coordinator.decode, found)) == messages
 
 
@@ -46,17 +58,31 @@ def test_messages_that_are_changed_repeated_left_out_or_of_another_connection_ar
     tags = TagSequence(KEY)
     first, second = (encode_frame(Note(WORKER, text)).with_tag(tags) for text in ("one", "two"))
     changed = first.replace(b"one", b"won")
-    for data in (changed, first + first, second, first[:-1] + b"?",
-                 encode_frame(Heartbeat()).with_tag(TagSequence(b"another"))):
+    for data in (
+        changed,
+        first + first,
+        second,
+        first[:-1] + b"?",
+        encode_frame(Heartbeat()).with_tag(TagSequence(b"another")),
+    ):
         with pytest.raises(ProtocolError, match="a message was changed on its way"):
             FrameParser(TagSequence(KEY)).parse_messages(data)
     assert len(FrameParser(TagSequence(KEY)).parse_messages(first + second)) == 2
 
 
 @pytest.mark.parametrize("decode", [to_coordinator.decode, to_worker.decode, to_node_agent.decode])
-@pytest.mark.parametrize("body",
-                         [b"", b"{}", b"[]", b'{"type":"Unheard"}', b'{"type":"IterationReport","order":"x"}', b"\xff",
-                                  b'{"type":"Leave","more":' + b"[" * 10**5])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"type":"Unheard"}',
+        b'{"type":"IterationReport","order":"x"}',
+        b"\xff",
+        b'{"type":"Leave","more":' + b"[" * 10**5,
+    ],
+)
 def test_whatever_is_no_message_is_refused(decode, body):
     with pytest.raises(ProtocolError):
         decode(body)
@@ -154,11 +180,19 @@ def test_a_coordinator_that_says_nothing_or_does_not_go_on_is_left(coordinator, 
             channel.read_first(Leave)
 
 
-@pytest.mark.parametrize(("greeting", "then", "reason"), [
-    (b"HTTP/1.1 400 Bad Request" + bytes(40), b"", "the program there is not Slipstream of this version"),
-    (PROTOCOL_VERSION + bytes(32), b"", "it closed the connection: its secret differs"),
-    (PROTOCOL_VERSION + bytes(32), bytes(32), "it does not know the secret of this run"),
-    (b"", b"", "it closed the connection$")])
+@pytest.mark.parametrize(
+    ("greeting", "then", "reason"),
+    [
+        (
+            b"HTTP/1.1 400 Bad Request" + bytes(40),
+            b"",
+            "the program there is not Slipstream of this version",
+        ),
+        (PROTOCOL_VERSION + bytes(32), b"", "it closed the connection: its secret differs"),
+        (PROTOCOL_VERSION + bytes(32), bytes(32), "it does not know the secret of this run"),
+        (b"", b"", "it closed the connection$"),
+    ],
+)
 def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
     listener, address = open_listener()
 
@@ -172,12 +206,17 @@ def test_who_does_not_know_the_secret_is_no_coordinator(greeting, then, reason):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with listener, pytest.raises(RendezvousError, match=f"^node 0 at {address} was reached, but {reason}"):
+    with (
+        listener,
+        pytest.raises(RendezvousError, match=f"^node 0 at {address} was reached, but {reason}"),
+    ):
         Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
     thread.join(SOON)
 
 
-def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_coordinator_is_looked_for(monkeypatch):
+def test_the_handshake_at_the_start_has_more_time_than_in_the_search_for_another_coordinator(
+    monkeypatch,
+):
     """Thousands may connect at once."""
     monkeypatch.setattr(authentication, "HELLO_SECONDS", 0.05)
     listener, address = open_listener()
@@ -197,7 +236,9 @@ def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_co
     thread = threading.Thread(target=late)
     with listener:
         thread.start()
-        with pytest.raises(RendezvousError, match=r"was reached, but (it takes too long to answer|timed out)$"):
+        with pytest.raises(
+            RendezvousError, match=r"was reached, but (it takes too long to answer|timed out)$"
+        ):
             Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.0)
         given_up.set()
         Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON).close()
@@ -206,20 +247,23 @@ def test_at_the_start_there_is_more_time_for_the_handshake_than_while_another_co
 
 def test_a_channel_waits_for_the_coordinator_to_listen():
     address = Rendezvous("127.0.0.1", free_port())
-    made: list[Channel] = []
-    thread = threading.Thread(target=lambda: made.append(
-        Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)))
+    channels: list[Channel] = []
+    thread = threading.Thread(
+        target=lambda: channels.append(
+            Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, SOON)
+        )
+    )
     thread.start()
     listener, _ = open_listener(address)
     with listener:
         Coordinator(listener).accepted()
         thread.join(SOON)
-        assert made
-        made[0].close()
+        assert channels
+        channels[0].close()
 
 
 def test_a_coordinator_that_is_gone_as_soon_as_it_was_there_is_waited_for(coordinator, monkeypatch):
-    """As one that is killed: the system may have said so before anything is asked of the connection."""
+    # It is killed, say: the system may have said so before anything is asked of the connection.
     accepting, address = coordinator
     connect, cut = socket.create_connection, []
 
@@ -229,7 +273,8 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_was_there_is_waited_for(coordi
         with socket.create_server(("127.0.0.1", 0)) as dying:
             cut.append(connect(dying.getsockname()))
             with dying.accept()[0] as end:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+                # Close by a reset.
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         select.select(cut, [], [], SOON)
         return cut[0]
 
@@ -244,12 +289,16 @@ def test_a_coordinator_that_never_listens_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = Rendezvous("127.0.0.1", taken.getsockname()[1])
-        with pytest.raises(RendezvousError, match=f"cannot reach node 0 at {address} within 0 s: .*refused"):
+        with pytest.raises(
+            RendezvousError, match=f"cannot reach node 0 at {address} within 0 s: .*refused"
+        ):
             Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, 0.2)
 
 
-@pytest.mark.parametrize(("tells", "waits", "most"), [(60.0, 0.2, 1), (0.3, 1.5, 6)], ids=["at once", "now and then"])
-def test_who_waits_says_for_whom_at_once_and_now_and_then(tells, waits, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("tells", "waits", "longest"), [(60.0, 0.2, 1), (0.3, 1.5, 6)], ids=["at once", "now and then"]
+)
+def test_who_waits_says_for_whom_at_once_and_now_and_then(tells, waits, longest, monkeypatch):
     monkeypatch.setattr(channel_module, "PROGRESS_SECONDS", tells)
     said = []
     with socket.socket() as taken:
@@ -257,5 +306,5 @@ def test_who_waits_says_for_whom_at_once_and_now_and_then(tells, waits, most, mo
         address = Rendezvous("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(RendezvousError):
             Channel(address, SECRET, JoinWorker(WORKER), to_worker.decode, waits, said.append)
-    assert min(most, 2) <= len(said) <= most
+    assert min(longest, 2) <= len(said) <= longest
     assert set(said) == {f"waiting for node 0 at {address}: Connection refused"}

@@ -27,12 +27,19 @@ def test_the_parts_of_all_ranks_are_the_whole(shard, ranks):
 
 def test_state_is_cut_as_the_parameter_is_and_counters_are_not():
     group, whole = WorkerGroup(1, 2), torch.arange(4.0)
-    state = {"model.a.weight": whole, "optimizer.exp_avg.a.weight": 10 * whole, "optimizer.step.a.weight":
-             torch.tensor(3.0), "model.b": whole}
+    state = {
+        "model.a.weight": whole,
+        "optimizer.exp_avg.a.weight": 10 * whole,
+        "optimizer.step.a.weight": torch.tensor(3.0),
+        "model.b": whole,
+    }
     cut = cut_state(state, {"a.weight": Shard(0)}, group)
     assert {key: tensor.tolist() for key, tensor in cut.items()} == {
-        "model.a.weight": [2, 3], "optimizer.exp_avg.a.weight": [20, 30], "optimizer.step.a.weight": 3.0,
-        "model.b": [0, 1, 2, 3]}
+        "model.a.weight": [2, 3],
+        "optimizer.exp_avg.a.weight": [20, 30],
+        "optimizer.step.a.weight": 3.0,
+        "model.b": [0, 1, 2, 3],
+    }
     assert cut_state(state, {}, None) == state
 
 
@@ -40,11 +47,17 @@ def test_all_ranks_gather_in_the_same_order_whatever_that_of_their_states(monkey
     """An optimizer's slots are as they were made, or as they came from another worker."""
     gathered, group = [], WorkerGroup(0, 2)
     gather = group.all_gather_single
-    monkeypatch.setattr(group, "all_gather_single", lambda output, given, opts=None: (
-        gathered.append(given.flatten()[0].item()), gather(output, given, opts))[1])
+    monkeypatch.setattr(
+        group,
+        "all_gather_single",
+        lambda output, given, opts=None: (
+            gathered.append(given.flatten()[0].item()),
+            gather(output, given, opts),
+        )[1],
+    )
     state = {f"optimizer.{slot}.a": torch.full((2,), float(slot)) for slot in (2, 0, 1)}
-    for one in (state, dict(reversed(state.items()))):
-        assert gather_state(one, {"a": Shard(0)}, group).keys() == state.keys()
+    for state_ in (state, dict(reversed(state.items()))):
+        assert gather_state(state_, {"a": Shard(0)}, group).keys() == state.keys()
     assert gathered[:3] == gathered[3:] and sorted(gathered[:3]) == [0, 1, 2]
 
 
@@ -55,7 +68,11 @@ def test_a_rank_that_stands_for_all_gives_the_shapes_of_all():
         whole = gather_state({"model.a": torch.ones(2, 3)}, {"a": Shard(1)}, group)
         scattered = torch.empty(2)
         distributed.reduce_scatter_single(scattered, torch.arange(8.0), group=group)
-    assert whole["model.a"].shape == (2, 12) and scattered.tolist() == [0, 1] and worker_group() is None
+    assert (
+        whole["model.a"].shape == (2, 12)
+        and scattered.tolist() == [0, 1]
+        and worker_group() is None
+    )
 
 
 def test_a_thread_stands_for_ranks_also_where_the_program_has_process_groups_of_its_own():

@@ -1,13 +1,16 @@
-"""A double of NCCL on CPUs: what `replay.torch_groups.create_nccl_group` makes, over sockets, with NCCL's manners.
+"""A double of NCCL on CPUs: what `replay.torch_groups.create_nccl_group` makes, over sockets, with
+NCCL's manners.
 
-Calls return at once; a thread for each group carries them out later, in their order. A send is over once it is in the
-buffers on the way, which hold what is small; its receiver may take it later, or never. Whatever waits for a member that
-has died, or has left, waits for good. After an abort, all that was under way ends as if all were well, and holds NaN.
-An error shows only when it is asked for, and late. From then on torch says of operations that they are completed,
-while the device still waits in them, and begins no others.
+Calls return at once; a thread for each group carries them out later, in their order. A send is over
+once it is in the buffers on the way, which hold what is small; its receiver may take it later, or
+never. Whatever waits for a member that has died, or has left, waits for good. After an abort, all
+that was under way ends as if all were well, and holds NaN. An error shows only when it is asked
+for, and late. From then on torch says of operations that they are completed, while the device still
+waits in them, and begins no others.
 
-Connecting blocks, and no abort ends it: only the last member does, or the death of one. With `EARLY` set it returns at
-once; then the first operation waits for the connection, and so does an abort.
+Connecting blocks, and no abort ends it: only the last member does, or the death of one. With
+`EARLY` set it returns at once; then the first operation waits for the connection, and so does an
+abort.
 """
 
 import os
@@ -27,8 +30,10 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 LIMIT_SECONDS = 600.0
 LOOK_SECONDS = 0.002
 SLOW = "SLIPSTREAM_TESTS_SLOW"
-"""In the environment: "CALL MEMBER SECONDS FILE": while that file exists, the member's device begins each such call so
-much later."""
+"""Variable of the environment for slow calls: "CALL MEMBER SECONDS FILE".
+
+While that file exists, the member's device begins each such call so much later.
+"""
 
 BEGUN = ".begun"
 """Ending of the file that exists once such a call has begun."""
@@ -68,16 +73,22 @@ class Work:
 class Double:
     """One member of a group: both an `NcclGroup` and the group within."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout: Any, directed: bool) -> None:
+    def __init__(
+        self, store: Any, prefix: str, rank: int, size: int, timeout: Any, directed: bool
+    ) -> None:
         self.group, self.rank, self.device = self, rank, torch.device("cpu")
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._ends: dict[int, socket.socket] = {}
-        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None], Sequence[Tensor], Work] | None]
+        self._calls: queue.SimpleQueue[
+            tuple[str, Callable[[], None], Sequence[Tensor], Work] | None
+        ]
         self._calls = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
-        """The mutex of the communicator, which the first operation holds until there is a connection."""
+        """The mutex of the communicator, which the first operation holds until there is a
+        connection.
+        """
         self._failed = threading.Event()
         self._failed_at = 0.0
         self._early = os.environ.get(EARLY, "0") == "1"
@@ -89,7 +100,8 @@ class Double:
 
     def _connect(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        # Over TCP, who reads many small messages slowly has the kernel drop some, and resend them after many seconds.
+        # Over TCP, who reads many small messages slowly has the kernel drop some, and resend them
+        # after many seconds.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind("")  # to a free abstract address
             listener.listen()
@@ -105,7 +117,9 @@ class Double:
                     self._ends[other].connect(self._store.get(key))
                     self._ends[other].sendall(bytes([self._rank]))
                 except OSError:
-                    raise RuntimeError("NCCL error: remote process exited or there was a network error") from None
+                    raise RuntimeError(
+                        "NCCL error: remote process exited or there was a network error"
+                    ) from None
             while len(self._ends) < self._size - 1:
                 self._look_at_the_time(deadline)
                 try:
@@ -115,7 +129,9 @@ class Double:
                 end.setblocking(True)
                 name = end.recv(1)
                 if not name:
-                    raise RuntimeError("NCCL error: remote process exited or there was a network error")
+                    raise RuntimeError(
+                        "NCCL error: remote process exited or there was a network error"
+                    )
                 self._ends[name[0]] = end
         threading.Thread(target=self._carry_out, daemon=True, name="double of NCCL").start()
 
@@ -172,14 +188,17 @@ class Double:
 
         return self._later("reduce_scatter", work, [output])
 
-    def alltoall_base(self, output: Tensor, input: Tensor, takes: list[int], gives: list[int]) -> Work:
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, takes: list[int], gives: list[int]
+    ) -> Work:
         def work() -> None:
             parts, rooms = input.split(gives), output.detach().split(takes)
             for rank, (part, room) in enumerate(zip(parts, rooms, strict=True)):
                 if rank == self._rank:
                     room.copy_(part)
                     continue
-                for puts in (self._rank < rank, self._rank > rank):  # of each two, the lower puts first
+                # Of each two, the lower puts first.
+                for puts in (self._rank < rank, self._rank > rank):
                     if puts and gives[rank]:
                         self._put(rank, part)
                     elif not puts and takes[rank]:
@@ -205,16 +224,18 @@ class Double:
             raise RuntimeError("NCCL communicator was aborted")
 
     def _carry_out(self) -> None:
-        while (one := self._calls.get()) is not None:
-            name, call, filled, work = one
+        while (item := self._calls.get()) is not None:
+            name, call, filled, work = item
             if not self._failed.is_set() and not self._aborted.wait(self._slow(name)):
                 try:
-                    for end in self._ends.values():  # what those who are gone have sent may be lost on the way
+                    # What those who are gone have sent may be lost on the way.
+                    for end in self._ends.values():
                         poll = select.poll()
                         poll.register(end, select.POLLRDHUP)
                         if poll.poll(0):
                             raise _LostError("a member is gone")
-                    with torch.no_grad():  # as a device's stream: outputs may be views made without gradients
+                    # As a device's stream: outputs may be views made without gradients.
+                    with torch.no_grad():
                         call()
                     work.over.set()
                     continue
@@ -232,7 +253,9 @@ class Double:
     def _slow(self, name: str) -> float:
         call, member, seconds, file = os.environ.get(SLOW, "- - 0 -").split()
         names = [word for word in self._prefix.replace("/", " ").split() if ":" in word]
-        is_slow = name == call and names[self._rank].partition(":")[0] == member and Path(file).exists()
+        is_slow = (
+            name == call and names[self._rank].partition(":")[0] == member and Path(file).exists()
+        )
         if is_slow:
             Path(f"{file}{BEGUN}").touch()
         return float(seconds) if is_slow else 0.0
@@ -280,8 +303,15 @@ class Double:
 def _operation(options: Any) -> Operation:
     kinds = torch.distributed.ReduceOp
     kind = kinds.SUM if options is None else options.reduceOp
-    return next(operation for known, operation in (
-        (kinds.SUM, torch.add), (kinds.MAX, torch.maximum), (kinds.MIN, torch.minimum)) if kind == known)
+    return next(
+        operation
+        for kind_, operation in (
+            (kinds.SUM, torch.add),
+            (kinds.MAX, torch.maximum),
+            (kinds.MIN, torch.minimum),
+        )
+        if kind == kind_
+    )
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -54,14 +54,17 @@ class Alone:
 @pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
-    """An activation when its gradient comes; a gradient when the next thing comes from where it went."""
+    # It is an activation when its gradient comes; a gradient when the next thing comes from where
+    # it went.
     from slipstream.runtime.replay.layer_values import TensorForm
 
     microbatches = 12
-    program = build_program(schedule_for(grid(1, 3, microbatches), backward=backward), Worker(0, stage))
-    one = Alone(Worker(0, stage))
-    exchange = Exchange(program, one, [TensorForm((1,), torch.float64)] * 4, range(3))
-    most, sent = 0, 0
+    program = build_program(
+        schedule_for(grid(1, 3, microbatches), backward=backward), Worker(0, stage)
+    )
+    transport = Alone(Worker(0, stage))
+    exchange = Exchange(program, transport, [TensorForm((1,), torch.float64)] * 4, range(3))
+    peak, sent = 0, 0
     for iteration in range(3):
         transfers = 0
         for instruction in program.instructions:
@@ -73,12 +76,12 @@ def test_what_was_sent_is_freed_once_it_has_been_taken(stage, backward):
             else:
                 pass_on(exchange, program, instruction)
             transfers += isinstance(instruction.kind, TransferKind)
-            most = max(most, one.held())
+            peak = max(peak, transport.held())
         exchange.end_iteration()
     assert sent == 3 * microbatches * (1 if stage in (0, 2) else 2)
-    assert most <= 5
+    assert peak <= 5
     exchange.flush()
-    assert one.held() == 0
+    assert transport.held() == 0
 
 
 def pass_on(exchange, program, op):
@@ -97,7 +100,9 @@ def test_who_is_left_behind_keeps_nothing_that_is_under_way():
             return payload
 
     program = build_program(schedule_for(grid(1, 2, 2)), Worker(0, 0))
-    exchange = Exchange(program, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1))
+    exchange = Exchange(
+        program, Keeping(Worker(0, 0)), [TensorForm((1,), torch.float64)] * 3, range(1)
+    )
     sent = torch.zeros(1, dtype=torch.float64)
     kept = weakref.ref(sent)
     exchange.put_output(program.output_of(program.ops[0]), sent)

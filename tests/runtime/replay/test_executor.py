@@ -47,29 +47,58 @@ CPU = torch.device("cpu")
 class Lone:
     """A worker that has everything, in this process."""
 
-    def __init__(self, schedule: Schedule, iterations: int, before_op: BeforeOp = lambda *_: None,
-                 before_step: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        iterations: int,
+        before_op: BeforeOp = lambda *_: None,
+        before_step: Callable[[int], None] = lambda _: None,
+    ) -> None:
         config, worker = tiny(), Worker(0, 0)
         self.store, _ = host_store()
-        self.session = GenerationSession(Membership(1, {worker: 0}, worker), links=GroupCache("gloo"), device=CPU,
-                                         store=self.store)
-        model = build_model(config.model, config.training.seed, parameter_dtype(config.training), CPU)
+        self.session = GenerationSession(
+            Membership(1, {worker: 0}, worker),
+            links=GroupCache("gloo"),
+            device=CPU,
+            store=self.store,
+        )
+        model = build_model(
+            config.model, config.training.seed, parameter_dtype(config.training), CPU
+        )
         placement = place_layers(schedule.grid, model.layers)
         program = build_program(schedule, worker)
         self.session.connect(sharing_of(model).find_sharers(placement, program))
-        self.holding = holding = build_holding(model, placement.held_layers(schedule, worker), config.training)
+        self.holding = holding = build_holding(
+            model, placement.held_layers(schedule, worker), config.training
+        )
         holding.set_reduced_ranges(placement.reductions_of(program))
-        self.slices = WorkerSlices(holding, placement.slice_layers(program), model,
-                                   loss_scale=1 / schedule.grid.microbatches[0], config=config)
+        self.slices = WorkerSlices(
+            holding,
+            placement.slice_layers(program),
+            model,
+            loss_scale=1 / schedule.grid.microbatches[0],
+            config=config,
+        )
         self.recorder = Recorder(CPU, 0.0)
         self.executor = Executor(
-            program, slices=self.slices, session=self.session, recorder=self.recorder, before_op=before_op,
-            before_step=before_step, reducer=PartReducer(self.session, holding),
-            steps=StepController(holding, config.training, layers=model.layers, share=None,
-                                 staggered=True),
-            exchange=Exchange(program, self.session, [find_forms(model, config)[cut] for cut in placement.cuts],
-                              range(iterations)),
-            feed=partial(load_data(config).batch, batch=1, context=16))
+            program,
+            slices=self.slices,
+            session=self.session,
+            recorder=self.recorder,
+            before_op=before_op,
+            before_step=before_step,
+            reducer=PartReducer(self.session, holding),
+            steps=StepController(
+                holding, config.training, layers=model.layers, share=None, staggered=True
+            ),
+            exchange=Exchange(
+                program,
+                self.session,
+                [find_forms(model, config)[cut] for cut in placement.cuts],
+                range(iterations),
+            ),
+            feed=partial(load_data(config).batch, batch=1, context=16),
+        )
 
     def run(self, iterations: int) -> list[float]:
         losses = []
@@ -85,13 +114,18 @@ def test_a_lone_worker_runs_its_program_as_it_stands(backward):
     lone = Lone(schedule, 3)
     assert lone.run(3) == pytest.approx(judge(tiny(), (3,), 3).losses, abs=1e-12)
     program = [(op.kind, op.slice, op.pipeline, op.microbatch) for op in schedule.ops(Worker(0, 0))]
-    assert [(op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.traced_ops()] == program
+    assert [
+        (op.kind, op.slice, op.pipeline, op.microbatch) for op in lone.recorder.traced_ops()
+    ] == program
     assert lone.slices.runners[0].count_in_flight() == 0
     lone.session.close()
 
 
 def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
-    """Over NCCL an abort lets go of who waits for parameters as if they had come."""
+    """Ops that have run beyond the end of the order do not count.
+
+    Over NCCL an abort lets go of who waits for parameters as if they had come.
+    """
     lone = Lone(schedule_for(grid(1, 1, 3)), 2)
     lone.run(1)
     assert lone.holding.optimizer.whole_after == 0
@@ -105,9 +139,15 @@ def test_nothing_that_has_run_beyond_the_end_of_the_order_counts(monkeypatch):
 class TestReductionsBesideCompute:
     """Of a worker that has layers to compute after it has begun to reduce others."""
 
-    SCHEDULE = schedule_for(grid(1, 1, 3, times="forward = 4\nbackward_input = 4\nbackward_weight = 4\n"
-                                                "all_reduce = 2", more="[network]\noverlap = true\n"
-                                                                      "[placement]\nlayers = [4]"))
+    SCHEDULE = schedule_for(
+        grid(
+            1,
+            1,
+            3,
+            times="forward = 4\nbackward_input = 4\nbackward_weight = 4\nall_reduce = 2",
+            more="[network]\noverlap = true\n[placement]\nlayers = [4]",
+        )
+    )
     KINDS = tuple(op.kind for op in SCHEDULE.ops(Worker(0, 0)))
 
     def test_go_on_while_it_computes(self, monkeypatch):
@@ -129,12 +169,17 @@ class TestReductionsBesideCompute:
         assert len(ended) == 2 * self.KINDS.count(OpKind.A)
         starts = [op.start_seconds for op in lone.recorder.traced_ops() if op.kind is OpKind.A]
         assert starts == sorted(starts), "one after the other"
-        assert all(op.end_seconds <= lone.recorder.traced_ops()[-1].start_seconds
-                   for op in lone.recorder.traced_ops()[:-1])
+        assert all(
+            op.end_seconds <= lone.recorder.traced_ops()[-1].start_seconds
+            for op in lone.recorder.traced_ops()[:-1]
+        )
         lone.session.close()
 
     def test_begin_before_other_layers_are_computed(self):
-        """Each directly behind the last W of its layers, though another W is planned to begin at the same time."""
+        """Reductions begin directly behind the last W of their layers.
+
+        Another W is planned to begin at the same time.
+        """
         kinds = list[OpKind]()
         lone = Lone(self.SCHEDULE, 1, lambda _iteration, _place, kind: kinds.append(kind))
         lone.run(1)
@@ -142,7 +187,11 @@ class TestReductionsBesideCompute:
         lone.session.close()
 
     def test_are_all_there_before_the_state_is_copied_that_a_step_overwrites(self, monkeypatch):
-        """Only then has everybody passed on something of this iteration, so that nobody undoes the step before."""
+        """Parameters are all there before a step overwrites the state copied.
+
+        Only then has everybody passed on something of this iteration, so that nobody undoes the
+        step before.
+        """
         waits, ended, copied = threading.Event(), list[int](), list[int]()
 
         def summed(*_: object) -> None:
@@ -196,12 +245,17 @@ class TestReductionsBesideCompute:
 
 
 def test_an_executor_is_gone_with_its_last_reference():
-    """It has what belongs to an order: tensors, transfers, connections. None waits for the garbage collector."""
+    """It has what belongs to an order: tensors, transfers, connections.
+
+    None waits for the garbage collector.
+    """
     schedule = schedule_for(grid(1, 1, 3))
-    one = SimpleNamespace(worker=Worker(0, 0), one_process=True)
+    part = SimpleNamespace(worker=Worker(0, 0), one_process=True)
     slices = SimpleNamespace(runners={0: None}, holding=None)
     program = build_program(schedule, Worker(0, 0))
-    executor = Executor(program, slices=slices, steps=one, session=one, exchange=one, feed=one, recorder=one)
+    executor = Executor(
+        program, slices=slices, steps=part, session=part, exchange=part, feed=part, recorder=part
+    )
     there = weakref.ref(executor)
     gc.disable()
     try:
@@ -212,9 +266,14 @@ def test_an_executor_is_gone_with_its_last_reference():
 
 
 class Wire:
-    """Carries nothing, but remembers: transfers are matched by their order on each pair of workers, as NCCL does."""
+    """A transport that carries nothing, but remembers.
 
-    def __init__(self, worker: Worker, log: list[tuple[Worker, str, Worker, int]], *, ordered: bool = True) -> None:
+    Transfers are matched by their order on each pair of workers, as NCCL does.
+    """
+
+    def __init__(
+        self, worker: Worker, log: list[tuple[Worker, str, Worker, int]], *, ordered: bool = True
+    ) -> None:
         self.ordered = ordered
         self.worker = worker
         self._log = log
@@ -238,8 +297,9 @@ class Sent:
         return torch.zeros(1)
 
 
-def run_program(schedule: Schedule, worker: Worker, iterations: int, *,
-                ordered: bool = True) -> list[tuple[Worker, str, Worker, int]]:
+def run_program(
+    schedule: Schedule, worker: Worker, iterations: int, *, ordered: bool = True
+) -> list[tuple[Worker, str, Worker, int]]:
     """The transfers of a worker, in the order in which it issues them."""
     log: list[tuple[Worker, str, Worker, int]] = []
     passed = [TensorForm((1,), torch.float32)] * (schedule.grid.layer_count + 1)
@@ -271,7 +331,7 @@ def run_once(exchange, program, iteration) -> None:
 @settings(max_examples=40)
 @given(schedules())
 def test_all_workers_follow_one_order_of_transfers(schedule):
-    """So they cannot wait for each other in a circle, even one transfer at a time."""
+    # So they cannot wait for each other in a circle, even one transfer at a time.
     iterations = 2
     logs = {seat.worker: run_program(schedule, seat.worker, iterations) for seat in schedule.seats}
     sent = sum(way == "to" for log in logs.values() for _, way, _, _ in log)
@@ -286,19 +346,27 @@ def test_all_workers_follow_one_order_of_transfers(schedule):
 
 def crossings(schedule: Schedule) -> int:
     """Dependencies between workers, counted without the graph that the runtime uses."""
-    host = {op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)}
-    return sum(host[key] != host[producer] for key in host
-               for producer in producer_keys(key, schedule.route_of(*key[2:]))
-               if producer in host)
+    host = {
+        op_key(op): op.worker for op in schedule.all_ops() if op.kind not in (OpKind.A, OpKind.O)
+    }
+    return sum(
+        host[key] != host[producer]
+        for key in host
+        for producer in producer_keys(key, schedule.route_of(key.pipeline, key.microbatch))
+        if producer in host
+    )
 
 
 @settings(max_examples=20)
 @given(schedules())
 def test_receives_may_go_ahead_of_sends_and_stay_the_same_transfers(schedule):
     for seat in schedule.seats:
-        strict, ahead = (run_program(schedule, seat.worker, 2, ordered=ordered) for ordered in (True, False))
+        strict, ahead = (
+            run_program(schedule, seat.worker, 2, ordered=ordered) for ordered in (True, False)
+        )
         for way in ("to", "from"):
-            assert [one for one in ahead if one[1] == way] == [one for one in strict if one[1] == way]
+            sent = [op for op in strict if op[1] == way]
+            assert [op for op in ahead if op[1] == way] == sent
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -319,19 +387,27 @@ def test_receives_are_posted_ahead_but_not_without_bound(ordered):
 
 def ranges(schedule: Schedule, layers: int) -> list[tuple[int, int]]:
     placement = place_layers(schedule.grid, layers)
-    return [placement.model_range(one) for one in schedule.layers_by_slice]
+    return [placement.model_range(range_) for range_ in schedule.layers_by_slice]
 
 
 def test_layers_of_stages():
     assert ranges(schedule_for(grid(1, 2, 1)), 6) == [(0, 3), (3, 6)]
-    own = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
-    assert ranges(own, 6) == [(0, 1), (1, 6)]
-    assert ranges(own, 8) == [(0, 2), (2, 8)], "decoder layers: the embedding is with the first, the head with the last"
-    assert place_layers(own.grid, 8).cuts == (0, 2, 3, 4, 5, 6, 8) and with_end_layers([1, 5], 8) == [2, 6]
+    schedule = schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 5]"))
+    assert ranges(schedule, 6) == [(0, 1), (1, 6)]
+    assert ranges(schedule, 8) == [(0, 2), (2, 8)], (
+        "decoder layers: the embedding is with the first, the head with the last"
+    )
+    assert place_layers(schedule.grid, 8).cuts == (0, 2, 3, 4, 5, 6, 8) and with_end_layers(
+        [1, 5], 8
+    ) == [2, 6]
     assert with_end_layers([1, 5], 6) == [1, 5] and with_end_layers([6], 8) == [8]
-    with pytest.raises(PlacementError, match="the schedule's stages hold 6 layers; the model has 7"):
-        place_layers(own.grid, 7)
-    with pytest.raises(PlacementError, match="gives layers 1 to 1 to stage 1; expected one or more, beginning"):
+    with pytest.raises(
+        PlacementError, match="the schedule's stages hold 6 layers; the model has 7"
+    ):
+        place_layers(schedule.grid, 7)
+    with pytest.raises(
+        PlacementError, match="gives layers 1 to 1 to stage 1; expected one or more, beginning"
+    ):
         place_layers(schedule_for(grid(1, 2, 1, more="[placement]\nlayers = [1, 0]")).grid, 1)
 
 
@@ -340,8 +416,8 @@ def test_layers_of_stages():
 def test_what_is_held_is_what_is_run_and_reduced(schedule):
     """Of the model, where each of the schedule's layers is two."""
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
-    held = placement.held_layers_by_worker(schedule)
-    for worker, layers in held.items():
+    layers_by_worker = placement.held_layers_by_worker(schedule)
+    for worker, layers in layers_by_worker.items():
         assert placement.held_layers(schedule, worker) == layers
         program = build_program(schedule, worker)
         assert placement.model_layers(program.holds) == layers
@@ -350,14 +426,21 @@ def test_what_is_held_is_what_is_run_and_reduced(schedule):
         reduced = placement.reductions_of(program)
         assert sorted(layers) == [layer for start, end in reduced for layer in range(start, end)]
         for (start, end), sharers in reduced.items():
-            assert sharers == sorted(other for other in held if held[other].issuperset(range(start, end)))
+            assert sharers == sorted(
+                other
+                for other in layers_by_worker
+                if layers_by_worker[other].issuperset(range(start, end))
+            )
 
 
 def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
     schedule = schedule_for(grid(3, 2, 2), ["1.1"])
     placement = place_layers(schedule.grid, 4)
-    one, other = (placement.reductions_of(build_program(schedule, worker)) for worker in (Worker(1, 0), Worker(2, 1)))
-    assert one == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
+    first, other = (
+        placement.reductions_of(build_program(schedule, worker))
+        for worker in (Worker(1, 0), Worker(2, 1))
+    )
+    assert first == {(0, 2): [Worker(0, 0), Worker(1, 0), Worker(2, 0)]}
     assert other == {(2, 4): [Worker(0, 1), Worker(2, 1)]}
 
 
@@ -366,12 +449,20 @@ def test_those_who_reduce_a_stage_are_the_live_workers_that_hold_it():
 def test_each_layer_is_saved_by_one_of_its_holders_and_they_take_turns(schedule):
     placement = Placement([2 * layer for layer in range(schedule.grid.layer_count + 1)])
     programs = [build_program(schedule, seat.worker) for seat in schedule.seats]
-    ranges = {layers: workers for program in programs for layers, workers in placement.reductions_of(program).items()}
+    ranges = {
+        layers: workers
+        for program in programs
+        for layers, workers in placement.reductions_of(program).items()
+    }
     by_worker = {program.worker: placement.choose_writers(program) for program in programs}
     for (start, end), sharers in ranges.items():
         saved = [by_worker[sharers[0]][layer] for layer in range(start, end)]
-        assert all(by_worker[one][layer] == saved[layer - start] for one in sharers for layer in range(start, end))
-        counts = [saved.count(one) for one in sharers]
+        assert all(
+            by_worker[sharer][layer] == saved[layer - start]
+            for sharer in sharers
+            for layer in range(start, end)
+        )
+        counts = [saved.count(sharer) for sharer in sharers]
         assert sum(counts) == end - start and max(counts) - min(counts) <= 1
 
 

@@ -1,4 +1,7 @@
-"""The ends of process groups over gloo: no thread that does anything else waits for them."""
+"""The ends of process groups over gloo.
+
+No thread that does anything else waits for them.
+"""
 
 import gc
 import threading
@@ -23,7 +26,10 @@ from slipstream.schedules.schedule import Worker
 
 
 class Circle:
-    """Refers to itself, as an error does whose traceback has a frame that refers to the error."""
+    """An object that refers to itself.
+
+    So does an error whose traceback has a frame that refers to the error.
+    """
 
     def __init__(self, group):
         self.itself, self.group = self, group
@@ -37,10 +43,10 @@ def test_the_collector_does_not_wait_for_a_sum_in_which_another_member_takes_no_
         found[rank].join_members(GroupRendezvous(store, store, "", rank, 2), open_gloo_devices())
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     sums = [torch.ones(4) for _ in found]
     circle = Circle(found.pop(0))
     circle.group.allreduce([sums[0]])
@@ -64,7 +70,9 @@ def test_what_a_broken_sum_has_used_is_free_without_the_collector(beside):
         used.append(weakref.ref(gradients))
         try:
             if beside:
-                sessions[1].reduce_in_background(partial(sessions[1].sum_over_sharers, LAYERS[1], [gradients]))
+                sessions[1].reduce_in_background(
+                    partial(sessions[1].sum_over_sharers, LAYERS[1], [gradients])
+                )
                 sessions[1].wait_for_reductions()
             else:
                 sessions[1].sum_over_sharers(LAYERS[1], [gradients])
@@ -88,15 +96,23 @@ def test_what_a_broken_sum_has_used_is_free_without_the_collector(beside):
 
 
 def test_an_interface_that_does_not_exist_is_the_fault_of_no_peer(monkeypatch):
-    """Else workers with a wrong GLOO_SOCKET_IFNAME would name those that they have not even tried to reach."""
+    # Else workers with a wrong GLOO_SOCKET_IFNAME would name those that they have not even tried to
+    # reach.
+
     def refuse():
         raise RuntimeError("Unable to find address for: nonexistent0")
 
     me, other = Worker(0, 0), Worker(0, 1)
     for devices, named in (refuse, ()), (list, (other,)):
         monkeypatch.setattr(gloo, "open_gloo_devices", devices)
-        session = GenerationSession(Membership(1, {me: 0, other: 1}, me), links=GroupCache("gloo"),
-                                    device=torch.device("cpu"), store=HashStore())
-        with pytest.raises(CommunicationError, match="connecting to the other workers failed") as caught:
+        session = GenerationSession(
+            Membership(1, {me: 0, other: 1}, me),
+            links=GroupCache("gloo"),
+            device=torch.device("cpu"),
+            store=HashStore(),
+        )
+        with pytest.raises(
+            CommunicationError, match="connecting to the other workers failed"
+        ) as caught:
             session.connect()
         assert caught.value.peers == named

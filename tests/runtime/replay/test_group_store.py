@@ -20,16 +20,18 @@ LONG = timedelta(seconds=20)
 
 def test_keys_of_two_groups_are_apart():
     store = HashStore()
-    one, other = (GroupStore(store, prefix, LONG, lambda: None) for prefix in ("one/", "other/"))
-    one.set("key", b"value")
-    assert one.get("key") == b"value" and one.check(["key"]) and not other.check(["key"])
-    assert [one.add("count", 2), other.add("count", 1)] == [2, 1]
+    store_, other = (GroupStore(store, prefix, LONG, lambda: None) for prefix in ("one/", "other/"))
+    store_.set("key", b"value")
+    assert store_.get("key") == b"value" and store_.check(["key"]) and not other.check(["key"])
+    assert [store_.add("count", 2), other.add("count", 1)] == [2, 1]
 
 
 def test_keys_of_orders_that_are_over_are_forgotten():
     store, address = host_store()
     for order in (1, 2, 12, 13):
-        GroupStore(connect_store(address), order_key_prefix(order), LONG, lambda: None).set("a/0", b"x")
+        GroupStore(connect_store(address), order_key_prefix(order), LONG, lambda: None).set(
+            "a/0", b"x"
+        )
     store.set("another", "x")
     delete_old_orders(connect_store(address), 12)
     assert sorted(store.list_keys()) == ["another", "order12/a/0", "order13/a/0"]
@@ -48,12 +50,12 @@ def test_what_all_ranks_leave_is_fetched_at_once():
             asked.append("multi_get")
             return store.multi_get(keys)
 
-    one, other = (GroupStore(place, "", LONG, lambda: None, ranks=3) for place in (Far(), store))
+    far, other = (GroupStore(place, "", LONG, lambda: None, ranks=3) for place in (Far(), store))
     for rank in range(3):
         other.set(f"0/{rank}", str(rank).encode())
     for rank in range(3):
-        one.wait([f"0/{rank}"])
-        assert one.get(f"0/{rank}") == str(rank).encode()
+        far.wait([f"0/{rank}"])
+        assert far.get(f"0/{rank}") == str(rank).encode()
     assert asked == ["check", "multi_get"]
 
 
@@ -63,16 +65,19 @@ def test_who_waits_in_vain_is_told():
 
 
 def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off(monkeypatch):
-    """A store that nobody can connect to: what meets there opens no connection to a store."""
+    """Nobody can connect to this store: what meets there opens no connection to one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, workers, raised = HashStore(), [Worker(0, 0), Worker(1, 0)], []
     sessions = {}
 
     def meet(worker, number=1):
-        membership = Membership(number, {one: rank for rank, one in enumerate(workers)}, worker)
+        membership = Membership(
+            number, {worker: rank for rank, worker in enumerate(workers)}, worker
+        )
         try:
-            sessions[worker] = GenerationSession(membership, links=GroupCache("gloo"), device=torch.device("cpu"),
-                                                 store=store)
+            sessions[worker] = GenerationSession(
+                membership, links=GroupCache("gloo"), device=torch.device("cpu"), store=store
+            )
             sessions[worker].connect({0: workers})
         except CommunicationError as error:
             raised.append(error)
@@ -100,7 +105,8 @@ def test_groups_meet_over_the_store_they_are_given_and_waiting_can_be_called_off
 
 
 def test_groups_connect_on_the_interface_that_is_named(monkeypatch):
-    """Else workers of several machines would listen where their own machine's name leads, which may be nowhere."""
+    # Else workers of several machines would listen where their own machine's name leads, which may
+    # be nowhere.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-0")
     with pytest.raises(RuntimeError, match="no-such-0"):
         open_gloo_devices()

@@ -1,4 +1,7 @@
-"""When ops ran; and that the host waits for a GPU no more often than it must."""
+"""When ops ran.
+
+The host waits for a GPU no more often than it must.
+"""
 
 import itertools
 
@@ -9,12 +12,18 @@ from slipstream.runtime.replay.recorder import Recorder
 from slipstream.schedules.schedule import Op, OpKind, Worker
 
 WORKER = Worker(0, 0)
-OPS = [Op(OpKind.F, 0, 0, 0, WORKER, 0, 1), Op(OpKind.W, 0, 0, 0, WORKER, 1, 2),
-       Op(OpKind.O, None, None, None, WORKER, 2, 3)]
+OPS = [
+    Op(OpKind.F, 0, 0, 0, WORKER, 0, 1),
+    Op(OpKind.W, 0, 0, 0, WORKER, 1, 2),
+    Op(OpKind.O, None, None, None, WORKER, 2, 3),
+]
 
 
 class FakeGpu:
-    """A device whose clock advances by 1 ms with each event, and which counts how often the host waits for it."""
+    """A device whose clock advances by 1 ms with each event.
+
+    It counts how often the host waits for it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits = 0
@@ -56,8 +65,12 @@ def test_an_iteration_that_is_not_traced_waits_for_its_step_and_for_nothing_else
     for _ in range(5):
         run(recorder, traced=False)
         assert recorder.window_seconds() == pytest.approx(0.005) and recorder.traced_ops() == ()
-        assert [(one.kind, one.slice, one.number, one.seconds) for one in recorder.op_times()] == [
-            (OpKind.F, 0, 1, pytest.approx(0.001)), (OpKind.W, 0, 1, pytest.approx(0.001))]
+        assert [
+            (time.kind, time.slice, time.number, time.seconds) for time in recorder.op_times()
+        ] == [
+            (OpKind.F, 0, 1, pytest.approx(0.001)),
+            (OpKind.W, 0, 1, pytest.approx(0.001)),
+        ]
     assert gpu.waits == 5, "the end of its O: before that the iteration may not be reported"
     assert gpu.events == 5 * 2 * len(OPS)
 

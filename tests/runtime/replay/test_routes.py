@@ -1,6 +1,9 @@
-"""Any schedule that the checker passes trains alike: any holdings, any routes, with everything that a step can do.
+"""Any schedule that the checker passes trains alike.
 
-Workers are threads of this process, over real process groups; `tests.runtime.test_routes` has processes.
+It has any holdings and routes, with everything that a step can do.
+
+Workers are threads of this process, over real process groups; `tests.runtime.test_routes` has
+processes.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -47,12 +50,15 @@ SECONDS = patience.SECONDS
 class Team:
     """The live workers of a schedule."""
 
-    def __init__(self, schedule: Schedule, config: RunConfig, placement: Placement, store: TCPStore) -> None:
+    def __init__(
+        self, schedule: Schedule, config: RunConfig, placement: Placement, store: TCPStore
+    ) -> None:
         self.schedule, self.config, self.placement, self.store = schedule, config, placement, store
         self.number = next(NUMBERS)
         self.model = build_model(config.model, config.training.seed, torch.float64, CPU)
         self.corpus = load_data(config)
-        # Not in the workers' threads: without a GPU, torch's build for GPUs crashed where several did this at once.
+        # Not in the workers' threads: without a GPU, torch's build for GPUs crashed where several
+        # did this at once.
         self.forms = find_forms(self.model, config)
 
     def train(self) -> tuple[list[float], dict[Worker, HeldLayers]]:
@@ -60,34 +66,64 @@ class Team:
         workers = [seat.worker for seat in self.schedule.seats]
         with ThreadPoolExecutor(len(workers)) as pool:
             done = list(pool.map(self.run, workers, timeout=SECONDS))
-        return [sum(parts) for parts in zip(*(losses for losses, _ in done), strict=True)], \
-            dict(zip(workers, (holding for _, holding in done), strict=True))
+        losses, holdings = zip(*done, strict=True)
+        totals = [sum(parts) for parts in zip(*losses, strict=True)]
+        return totals, dict(zip(workers, holdings, strict=True))
 
     def run(self, worker: Worker) -> tuple[list[float], HeldLayers]:
         schedule, config, placement = self.schedule, self.config, self.placement
         training, watches = config.training, needs_gradient_norm(config.training)
         ranks = {seat.worker: rank for rank, seat in enumerate(schedule.seats)}
-        session = GenerationSession(Membership(self.number, ranks, worker), links=GroupCache("gloo"), device=CPU,
-                                    store=self.store)
+        session = GenerationSession(
+            Membership(self.number, ranks, worker),
+            links=GroupCache("gloo"),
+            device=CPU,
+            store=self.store,
+        )
         sharing = sharing_of(self.model)
-        tied = placement.holders_of_groups(schedule, [{one.layer for one in group} for group in sharing.groups])
+        layers_of_groups = []
+        for group in sharing.groups:
+            layers_of_groups.append({member.layer for member in group})
+        tied = placement.holders_of_groups(schedule, layers_of_groups)
         program = build_program(schedule, worker, tied)
         session.connect(sharing.find_sharers(placement, program), sums=watches)
         holding = build_holding(self.model, placement.held_layers(schedule, worker), training)
-        cuts = build_partitions(placement.reductions_of(program), {},
-                                lambda layer: count_elements(holding.modules[layer]), (),
-                                sharded=False)
+        cuts = build_partitions(
+            placement.reductions_of(program),
+            {},
+            lambda layer: count_elements(holding.modules[layer]),
+            (),
+            sharded=False,
+        )
         holding.hold_layers(holding.modules, cuts, worker, [], -1)
-        slices = WorkerSlices(holding, placement.slice_layers(program), self.model,
-                              loss_scale=1 / schedule.grid.total_microbatches, config=config)
-        steps = StepController(holding, training, layers=self.model.layers, share=session.start_sum_over_all if watches
-                               else None,
-                               staggered=schedule.optimizer == "staggered")
-        exchange = Exchange(program, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS))
+        slices = WorkerSlices(
+            holding,
+            placement.slice_layers(program),
+            self.model,
+            loss_scale=1 / schedule.grid.total_microbatches,
+            config=config,
+        )
+        steps = StepController(
+            holding,
+            training,
+            layers=self.model.layers,
+            share=session.start_sum_over_all if watches else None,
+            staggered=schedule.optimizer == "staggered",
+        )
+        exchange = Exchange(
+            program, session, [self.forms[cut] for cut in placement.cuts], range(ITERATIONS)
+        )
         recorder = Recorder(CPU)
-        executor = Executor(program, slices=slices, steps=steps, session=session, exchange=exchange,
-                            feed=lambda one: self.corpus.batch(one, training.batch, config.model.context),
-                            recorder=recorder, reducer=PartReducer(session, holding))
+        executor = Executor(
+            program,
+            slices=slices,
+            steps=steps,
+            session=session,
+            exchange=exchange,
+            feed=lambda name: self.corpus.batch(name, training.batch, config.model.context),
+            recorder=recorder,
+            reducer=PartReducer(session, holding),
+        )
         losses = []
         for iteration in range(ITERATIONS):
             recorder.start_iteration(iteration, traced=False)
@@ -99,45 +135,76 @@ class Team:
         return losses, holding
 
 
-def compare(schedule: Schedule, clip_norm: float | None, skip: bool, *, rich: bool = False,
-            recompute: object = "none") -> None:
-    """Train by a schedule, whose layers are one or more of the model each, and in one process."""
+def compare(
+    schedule: Schedule,
+    clip_norm: float | None,
+    skip: bool,
+    *,
+    rich: bool = False,
+    recompute: object = "none",
+) -> None:
+    """Train by a schedule, and in one process.
+
+    A layer of the schedule is one or more of the model.
+    """
     assert check(schedule) == []
     layers = max(3, schedule.grid.layer_count)
     cuts = [*range(schedule.grid.layer_count), layers]
+    model = {"blocks": layers - 2, "width": 8, "heads": 1, "context": 4, "dropout": 0.2}
+    training = {
+        "batch": 1,
+        "dtype": "float64",
+        "device": "cpu",
+        "learning_rate": 0.01,
+        "iterations": ITERATIONS,
+    }
+    if rich:
+        model["name"] = "tests.runtime.rich_model:Model"
+        training["data"] = "tests.runtime.rich_model:Data"
     config = parse_run_config(
-        {"blocks": layers - 2, "width": 8, "heads": 1, "context": 4, "dropout": 0.2,
-         **({"name": "tests.runtime.rich_model:Model"} if rich else {})},
-        {"batch": 1, "dtype": "float64", "device": "cpu", "learning_rate": 0.01, "iterations": ITERATIONS,
-         **({"data": "tests.runtime.rich_model:Data"} if rich else {})},
-        clip_norm=clip_norm, skip_nonfinite=skip, recompute=recompute)
+        model, training, clip_norm=clip_norm, skip_nonfinite=skip, recompute=recompute
+    )
     store, _ = host_store()
-    losses, held = Team(schedule, config, Placement(cuts), store).train()
+    losses, holdings = Team(schedule, config, Placement(cuts), store).train()
     expected = judge(config, schedule.grid.microbatches, ITERATIONS)
     assert losses == pytest.approx(expected.losses, rel=0, abs=1e-9)
     seen = {}
-    for holding in held.values():
+    for holding in holdings.values():
         for name, parameter in holding.parameters_by_name().items():
-            torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=0, atol=1e-9)
-            assert torch.equal(parameter, seen.setdefault(name, parameter)), f"peers disagree about {name}"
+            torch.testing.assert_close(
+                parameter.detach(), expected.parameters[name], rtol=0, atol=1e-9
+            )
+            assert torch.equal(parameter, seen.setdefault(name, parameter)), (
+                f"peers disagree about {name}"
+            )
     assert seen.keys() == expected.parameters.keys()
     del store
 
 
 @settings(max_examples=30, deadline=None)
-@given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
-           lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5, 1.6, 1e3]),
-       st.booleans())
+@given(
+    general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
+        lambda schedule: schedule.grid.total_microbatches
+    ),
+    st.sampled_from([None, 0.5, 1.6, 1e3]),
+    st.booleans(),
+)
 def test_any_schedule_gives_the_numbers_of_one_process(schedule, clip_norm, skip):
     compare(schedule, clip_norm, skip)
 
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
-           lambda schedule: schedule.grid.total_microbatches), st.sampled_from([None, 0.5]),
-       st.sampled_from(["none", "full", [0, 2]]))
-def test_layers_that_pass_tuples_read_batches_add_losses_and_share_parameters(schedule, clip_norm, recompute):
+@given(
+    general_schedules(max_pipelines=3, max_columns=3, max_layers=6).filter(
+        lambda schedule: schedule.grid.total_microbatches
+    ),
+    st.sampled_from([None, 0.5]),
+    st.sampled_from(["none", "full", [0, 2]]),
+)
+def test_layers_that_pass_tuples_read_batches_add_losses_and_share_parameters(
+    schedule, clip_norm, recompute
+):
     compare(schedule, clip_norm, skip=False, rich=True, recompute=recompute)
 
 
@@ -145,6 +212,8 @@ def test_layers_that_pass_tuples_read_batches_add_losses_and_share_parameters(sc
 @pytest.mark.parametrize("make", [layers_moved, floating_layer])
 def test_layers_that_moved_or_float(make, clip_norm):
     schedule = make()
-    held = [schedule.held_layers(seat.worker) for seat in schedule.seats]
-    assert any(before[-1][1] > after[0][0] for before, after in pairwise(held)), "nobody holds what a neighbour holds"
+    holdings = [schedule.held_layers(seat.worker) for seat in schedule.seats]
+    assert any(before[-1][1] > after[0][0] for before, after in pairwise(holdings)), (
+        "nobody holds what a neighbour holds"
+    )
     compare(schedule, clip_norm, skip=True)

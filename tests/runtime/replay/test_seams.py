@@ -23,10 +23,16 @@ from tests import patience
 from tests.jobs import grid
 from tests.runtime.running import schedule_for
 
-WIDTH, ITERATIONS, RATE = 4, 3, 0.1
-CASES = {"a dead worker": lambda: schedule_for(grid(3, 3, 4), ["1.1"]),
-         "fused": lambda: schedule_for(grid(2, 2, 3), backward="fused"),
-         "virtual stages": lambda: schedule_for(grid(2, 2, 4, more='[placement]\norder = "v"\nchunks = 2'))}
+WIDTH = 4
+ITERATIONS = 3
+RATE = 0.1
+CASES = {
+    "a dead worker": lambda: schedule_for(grid(3, 3, 4), ["1.1"]),
+    "fused": lambda: schedule_for(grid(2, 2, 3), backward="fused"),
+    "virtual stages": lambda: schedule_for(
+        grid(2, 2, 4, more='[placement]\norder = "v"\nchunks = 2')
+    ),
+}
 
 
 class Switchboard:
@@ -97,8 +103,8 @@ class Transport:
 class HandRunner:
     """Matrices, with the gradients of `mean((x W1 W2 ... - t)^2)` by hand."""
 
-    def __init__(self, held, layers, model_layers, scale):
-        self.held, self.layers, self.scale = held, layers, scale
+    def __init__(self, holding, layers, model_layers, scale):
+        self.held, self.layers, self.scale = holding, layers, scale
         self.first, self.last = layers[0] == 0, layers[1] == model_layers
         self.reads_batch = self.first or self.last
         self.inputs, self.errors, self.deferred, self.losses = {}, {}, {}, []
@@ -111,7 +117,7 @@ class HandRunner:
         if not self.last:
             return value
         error = value - target
-        self.losses.append((error ** 2).mean().item() * self.scale)
+        self.losses.append((error**2).mean().item() * self.scale)
         self.errors[microbatch] = 2 * error / error.numel() * self.scale
         return None
 
@@ -123,7 +129,9 @@ class HandRunner:
     def backward_input(self, microbatch, gradient):
         gradient = self.errors.pop(microbatch) if gradient is None else gradient
         work = self.deferred[microbatch] = []
-        for layer, value in zip(reversed(range(*self.layers)), reversed(self.inputs.pop(microbatch)), strict=True):
+        for layer, value in zip(
+            reversed(range(*self.layers)), reversed(self.inputs.pop(microbatch)), strict=True
+        ):
             work.append((layer, value, gradient))
             gradient = gradient @ self.held.weights[layer].T
         return None if self.first else gradient
@@ -148,11 +156,16 @@ class Held:
 
 class HandLayers:
     def __init__(self, program):
-        self.layers = {op.slice: program.layers_of(op.slice) for op in program.ops if op.slice is not None}
-        self.holding = Held(layer for held in program.holds for layer in range(*held))
+        self.layers = {
+            op.slice: program.layers_of(op.slice) for op in program.ops if op.slice is not None
+        }
+        self.holding = Held(layer for layers in program.holds for layer in range(*layers))
         self.runners = {
-            number: HandRunner(self.holding, layers, program.grid.layer_count, 1 / program.grid.total_microbatches)
-            for number, layers in self.layers.items()}
+            number: HandRunner(
+                self.holding, layers, program.grid.layer_count, 1 / program.grid.total_microbatches
+            )
+            for number, layers in self.layers.items()
+        }
 
     def take_loss(self):
         losses = [loss for runner in self.runners.values() for loss in runner.losses]
@@ -166,8 +179,8 @@ class Descent:
 
     is_final, is_void, validated, iteration = True, False, None, 0
 
-    def __init__(self, held):
-        self.held, self.made = held, []
+    def __init__(self, holding):
+        self.held, self.made = holding, []
 
     def validate(self):
         pass
@@ -220,7 +233,12 @@ class Replayed(NamedTuple):
 
 
 def build_weight(layer):
-    return torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer), dtype=torch.float64) / WIDTH
+    return (
+        torch.rand(
+            WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer), dtype=torch.float64
+        )
+        / WIDTH
+    )
 
 
 def draw(iteration, pipeline, index):
@@ -258,8 +276,15 @@ def replay_worker(schedule, worker, board):
     steps = Descent(layers.holding)
     forms = [form_of(torch.empty(3, WIDTH, dtype=torch.float64))] * (schedule.grid.layer_count + 1)
     exchange = Exchange(program, transport, forms, range(ITERATIONS))
-    executor = Executor(program, slices=layers, steps=steps, session=transport, exchange=exchange, feed=samples,
-                        recorder=recorder)
+    executor = Executor(
+        program,
+        slices=layers,
+        steps=steps,
+        session=transport,
+        exchange=exchange,
+        feed=samples,
+        recorder=recorder,
+    )
     losses = [executor.run(iteration) for iteration in range(ITERATIONS)]
     exchange.flush()
     return Replayed(program, losses, layers, steps, recorder, samples, board)
@@ -269,46 +294,62 @@ def replay_worker(schedule, worker, board):
 def replayed(request):
     schedule, board = request.param(), Switchboard()
     with ThreadPoolExecutor(len(schedule.members)) as pool:
-        return list(pool.map(lambda worker: replay_worker(schedule, worker, board), schedule.members,
-                             timeout=patience.SECONDS))
+        return list(
+            pool.map(
+                lambda worker: replay_worker(schedule, worker, board),
+                schedule.members,
+                timeout=patience.SECONDS,
+            )
+        )
 
 
 def test_layers_that_know_their_own_gradients_get_the_numbers_of_autograd(replayed):
     losses, weights = train_alone(replayed[0].program.grid)
-    totals = [sum(parts) for parts in zip(*(one.losses for one in replayed), strict=True)]
+    losses_by_worker = [replay.losses for replay in replayed]
+    totals = [sum(parts) for parts in zip(*losses_by_worker, strict=True)]
     assert totals == pytest.approx(losses, abs=1e-12)
-    for one in replayed:
-        for layer, weight in one.layers.holding.weights.items():
+    for replay in replayed:
+        for layer, weight in replay.layers.holding.weights.items():
             torch.testing.assert_close(weight, weights[layer].detach(), rtol=0, atol=1e-12)
 
 
 def test_a_transport_of_queues_carries_each_transfer_once(replayed):
     board = replayed[0].board
-    for one in replayed:
-        sends = [transfer for transfer in one.program.transfers if transfer.kind not in RECEIVES]
-        assert board.sent[one.program.worker] == ITERATIONS * len(sends)
+    for replay in replayed:
+        sends = [transfer for transfer in replay.program.transfers if transfer.kind not in RECEIVES]
+        assert board.sent[replay.program.worker] == ITERATIONS * len(sends)
     assert all(waiting.empty() for waiting in board.queues.values())
     assert sum(board.sent.values()) > 0
 
 
 def test_an_optimizer_of_ones_own_steps_once_an_iteration(replayed):
-    for one in replayed:
-        assert one.steps.made == list(range(ITERATIONS))
-        assert not any(gradient.any() for gradient in one.layers.holding.gradients.values())
+    for replay in replayed:
+        assert replay.steps.made == list(range(ITERATIONS))
+        assert not any(gradient.any() for gradient in replay.layers.holding.gradients.values())
 
 
 def test_a_recorder_that_is_a_list_has_the_ops_of_the_program(replayed):
-    for one in replayed:
-        ops = [(instruction.kind, instruction.slice, instruction.pipeline, instruction.microbatch)
-               for instruction in one.program.instructions if not isinstance(instruction.kind, TransferKind)]
-        assert one.recorder.ops == ops * ITERATIONS
+    for replay in replayed:
+        ops = [
+            (instruction.kind, instruction.slice, instruction.pipeline, instruction.microbatch)
+            for instruction in replay.program.instructions
+            if not isinstance(instruction.kind, TransferKind)
+        ]
+        assert replay.recorder.ops == ops * ITERATIONS
 
 
 def test_a_source_of_samples_is_asked_at_the_first_and_the_last_layer_alone(replayed):
-    for one in replayed:
-        grid = one.program.grid
-        readers = [op for op in one.program.ops if op.kind is OpKind.F and
-                   (one.program.layers_of(op.slice)[0] == 0 or one.program.layers_of(op.slice)[1] == grid.layer_count)]
-        asked = Counter((sample.pipeline, sample.index) for sample in one.samples.read)
-        assert asked == Counter({place: ITERATIONS * number for place, number in
-                                 Counter((op.pipeline, op.microbatch) for op in readers).items()})
+    for replay in replayed:
+        grid = replay.program.grid
+        readers = [
+            op
+            for op in replay.program.ops
+            if op.kind is OpKind.F
+            and (
+                replay.program.layers_of(op.slice)[0] == 0
+                or replay.program.layers_of(op.slice)[1] == grid.layer_count
+            )
+        ]
+        asked = Counter((sample.pipeline, sample.index) for sample in replay.samples.read)
+        numbers = Counter((op.pipeline, op.microbatch) for op in readers)
+        assert asked == {place: ITERATIONS * number for place, number in numbers.items()}

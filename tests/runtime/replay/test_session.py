@@ -1,4 +1,7 @@
-"""What every transport promises: gloo on CPUs and beside GPUs, NCCL, and the double that stands for it in tests."""
+"""What every transport promises.
+
+They are gloo on CPUs and beside GPUs, NCCL, and the double that stands for it in tests.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -20,9 +23,9 @@ def team(request, monkeypatch):
     """Three workers, in one process."""
     require(request.param, len(WORKERS))
     use(request.param, monkeypatch)
-    made = Team(request.param)
-    yield made
-    made.close()
+    team_ = Team(request.param)
+    yield team_
+    team_.close()
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -36,7 +39,9 @@ def test_a_session_that_breaks_a_promise_does_not_conform(monkeypatch, name):
     monkeypatch.setattr(conformance, "RELEASED_SECONDS", 0.2)
     kept = getattr(GenerationSession, name)
     monkeypatch.setattr(GenerationSession, name, lambda _: None)
-    monkeypatch.setattr(Team, "close", lambda self: [kept(one) for one in self._sessions if name == "abort"])
+    monkeypatch.setattr(
+        Team, "close", lambda self: [kept(session) for session in self._sessions if name == "abort"]
+    )
     with pytest.raises((NotConformingError, TimeoutError)):
         for check in (CHECKS["meeting"], CHECKS["abort of receives"]):
             team = Team(GLOO)
@@ -47,39 +52,54 @@ def test_a_session_that_breaks_a_promise_does_not_conform(monkeypatch, name):
 
 
 def test_small_gradients_are_summed_together_and_large_ones_alone(team, monkeypatch):
-    """Whatever their shapes and dtypes, also one that is a view; in as many sums as there are buckets."""
+    # Shapes and dtypes may be any, also one that is a view; there are as many sums as buckets.
     sessions = team.connected()
     monkeypatch.setattr(session, "BUCKET_BYTES", 64)
     summed = []
-    for one in sessions[1:]:
-        allreduce = one.sharer_group(LAYERS[1]).allreduce
-        monkeypatch.setattr(one, "_open_sharer_group", lambda _, allreduce=allreduce: SimpleNamespace(
-            allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]))
+    for member_session in sessions[1:]:
+        allreduce = member_session.sharer_group(LAYERS[1]).allreduce
+        monkeypatch.setattr(
+            member_session,
+            "_open_sharer_group",
+            lambda _, allreduce=allreduce: SimpleNamespace(
+                allreduce=lambda tensors: (summed.append(tensors[0].numel()), allreduce(tensors))[1]
+            ),
+        )
 
     def gradients(factor, device):
-        tensors = [torch.arange(6.0).reshape(2, 3).t() * factor, torch.full((), factor), torch.full((4, 5), factor),
-                   torch.full((2,), factor, dtype=torch.float64), torch.full((1,), factor, dtype=torch.float64)]
-        return [one.to(device) for one in tensors]
+        tensors = [
+            torch.arange(6.0).reshape(2, 3).t() * factor,
+            torch.full((), factor),
+            torch.full((4, 5), factor),
+            torch.full((2,), factor, dtype=torch.float64),
+            torch.full((1,), factor, dtype=torch.float64),
+        ]
+        return [tensor.to(device) for tensor in tensors]
 
     mine = [[], gradients(1.0, team.members[1].device), gradients(2.0, team.members[2].device)]
-    team.each(lambda one, tensors: one.sum_over_sharers(LAYERS[1], tensors), sessions, mine)
+    team.each(lambda session, tensors: session.sum_over_sharers(LAYERS[1], tensors), sessions, mine)
     assert sorted(summed) == sorted(2 * [6 + 1, 20, 2 + 1])
-    for one in mine[1:]:
+    for sums in mine[1:]:
         expected = gradients(3.0, "cpu")
-        assert all(torch.equal(found.cpu(), there) for found, there in zip(one, expected, strict=True))
+        assert all(
+            torch.equal(found.cpu(), there) for found, there in zip(sums, expected, strict=True)
+        )
 
 
-@pytest.mark.parametrize("check", [check for name, check in CHECKS.items() if name.startswith("parts")])
+@pytest.mark.parametrize(
+    "check", [check for name, check in CHECKS.items() if name.startswith("parts")]
+)
 def test_parts_are_summed_where_they_are_when_they_pass_through_host_memory(check, monkeypatch):
-    """What a card has shown, where the copies on the host had the sums, and the gradients on the card had not."""
+    # A card has shown it: the copies on the host had the sums, and the gradients on the card had
+    # not.
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     team = Team(GLOO)
     make = team.session
 
     def staged(*arguments):
-        made = make(*arguments)
-        made.staged = True
-        return made
+        session = make(*arguments)
+        session.staged = True
+        return session
 
     monkeypatch.setattr(team, "session", staged)
     check(team)
@@ -90,11 +110,23 @@ def test_parts_are_summed_where_they_are_when_they_pass_through_host_memory(chec
 def test_numbers_are_summed_over_a_tree_in_which_each_has_few_neighbours(size, monkeypatch):
     monkeypatch.setattr(sum_tree, "MAX_CHILDREN", 2)
     team = Team(GLOO, [Worker(pipeline, 0) for pipeline in range(size)])
-    sessions = team.each(lambda one: one.connect(pairs=(), sums=True), list(map(team.session, team.members)))
-    assert [len(one.groups_by_name()) for one in sessions] == {1: [0], 2: [1, 1], 7: [2, 3, 3, 1, 1, 1, 1]}[size]
+    sessions = team.each(
+        lambda session: session.connect(pairs=(), sums=True), list(map(team.session, team.members))
+    )
+    assert [len(session.groups_by_name()) for session in sessions] == {
+        1: [0],
+        2: [1, 1],
+        7: [2, 3, 3, 1, 1, 1, 1],
+    }[size]
     values = [0.1 * number for number in range(size)]
-    found = team.each(lambda one, value: one.start_sum_over_all([value, 0.1]).wait_for_sums(), sessions, values)
-    assert found == [found[0]] * size and found[0] == pytest.approx([0.05 * size * (size - 1), 0.1 * size])
+    found = team.each(
+        lambda session, value: session.start_sum_over_all([value, 0.1]).wait_for_sums(),
+        sessions,
+        values,
+    )
+    assert found == [found[0]] * size and found[0] == pytest.approx(
+        [0.05 * size * (size - 1), 0.1 * size]
+    )
     team.close()
 
 
@@ -112,7 +144,10 @@ def test_tags_keep_tensors_apart_whatever_the_order():
     team = Team(GLOO)
     sender, receiver, _ = team.connected()
     arriving = [receiver.receive((2,), torch.float64, WORKERS[0], tag) for tag in (2, 0, 1)]
-    leaving = [sender.send(torch.full((2,), float(tag), dtype=torch.float64), WORKERS[1], tag) for tag in (0, 1, 2)]
+    leaving = [
+        sender.send(torch.full((2,), float(tag), dtype=torch.float64), WORKERS[1], tag)
+        for tag in (0, 1, 2)
+    ]
     assert [parcel.wait_for_tensor()[0].item() for parcel in arriving] == [2, 0, 1]
     for parcel in leaving:
         parcel.wait()

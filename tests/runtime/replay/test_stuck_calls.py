@@ -1,4 +1,4 @@
-"""A worker that is stuck in its process group for good goes on all the same."""
+"""A worker that is stuck in its process group for good goes on."""
 
 import os
 import signal
@@ -30,19 +30,26 @@ FILE = "SLIPSTREAM_TEST_STUCK"
 
 
 class Stuck(GPT):
-    """A GPT one of whose workers, the first to get there, never comes back from the all-reduce of that number.
+    """A GPT, one of whose workers never comes back from an all-reduce.
 
-    A worker that is to die does so once that has happened: in the order after, nothing would release the one.
+    It is the first to get to that number.
+
+    A worker that is to die does so once that has happened: in the order after, nothing would
+    release the one.
     """
 
     def build(self, layer: int) -> nn.Module:
         from torch.distributed import ProcessGroupGloo
 
-        path, original, left = os.environ.get(FILE), ProcessGroupGloo.allreduce, [int(os.environ.get(CALLS, 0))]
+        path, original, builds_left = (
+            os.environ.get(FILE),
+            ProcessGroupGloo.allreduce,
+            [int(os.environ.get(CALLS, 0))],
+        )
 
         def allreduce(group, tensors):
-            left[0] -= 1
-            if left[0] == 0:
+            builds_left[0] -= 1
+            if builds_left[0] == 0:
                 try:
                     os.close(os.open(str(path), os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
@@ -64,19 +71,35 @@ class Stuck(GPT):
         return GPT.build(self, layer)
 
 
-@pytest.mark.parametrize("job", [WIDE, grid(3, 2, 2, times=TIMES, more=f"optimizer = 1\n[placement]\n"
-                                                                       f"layers = [2, 2]\n{NETWORK}")],
-                         ids=["at its place", "beside compute"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        WIDE,
+        grid(3, 2, 2, times=TIMES, more=f"optimizer = 1\n[placement]\nlayers = [2, 2]\n{NETWORK}"),
+    ],
+    ids=["at its place", "beside compute"],
+)
 def test_a_worker_stuck_for_good_in_its_process_group_goes_on(job, monkeypatch, tmp_path):
     monkeypatch.setenv(FILE, str(tmp_path / "stuck"))
     reductions = sum(op.kind is OpKind.A for op in planned(job)(()).ops(Worker(0, 0)))
     monkeypatch.setenv(CALLS, str(reductions + 1))  # the first of the second iteration
     config = tiny(iterations=6)
-    stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:Stuck"))
+    stuck = replace(
+        config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:Stuck")
+    )
     injections = (Injection(Worker(1, 1), 1, "A"),)
     with own_fork_server(__name__) as fork_server:
-        result = run(planned(job)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-            scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS, injections=injections))
+        result = run(
+            planned(job)(()),
+            stuck,
+            out=tmp_path,
+            fork_server=fork_server,
+            resilience=Resilience(
+                scheduler=planned(job),
+                heartbeat_timeout_seconds=TIMEOUT_SECONDS,
+                injections=injections,
+            ),
+        )
     assert (tmp_path / "stuck").exists()
     (recovery,) = result.recoveries
     assert recovery.dead == (Worker(1, 1),) and recovery.live == 5
@@ -84,7 +107,10 @@ def test_a_worker_stuck_for_good_in_its_process_group_goes_on(job, monkeypatch, 
 
 
 class StuckRank(GPT):
-    """A GPT in workers of two ranks, one of which never comes back from a call in its first F; then another dies."""
+    """A GPT in workers of two ranks, one of which never comes back.
+
+    It is stuck in a call in its first F; then another dies.
+    """
 
     def build(self, layer: int) -> nn.Module:
         from torch.distributed import ProcessGroupGloo
@@ -121,17 +147,28 @@ def stuck_rank(config, seed, dtype, device):
 def test_a_rank_that_is_stuck_within_a_forward_goes_on(monkeypatch, tmp_path):
     """It must not keep what the next order's thread needs, such as torch's random generators."""
     monkeypatch.setenv(FILE, str(tmp_path / "one"))
-    config = parse_run_config({"blocks": 2, "width": 8, "heads": 2, "context": 8}, {
-        "batch": 1, "dtype": "float64", "device": "cpu", "iterations": 3, "tensor_parallel": 2})
-    stuck = replace(config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:stuck_rank"))
+    config = parse_run_config(
+        {"blocks": 2, "width": 8, "heads": 2, "context": 8},
+        {"batch": 1, "dtype": "float64", "device": "cpu", "iterations": 3, "tensor_parallel": 2},
+    )
+    stuck = replace(
+        config, model=replace(config.model, name="tests.runtime.replay.test_stuck_calls:stuck_rank")
+    )
     job = grid(2, 2, 2, more="optimizer = 1")
     with own_fork_server(__name__) as fork_server:
-        result = run(planned(job)(()), stuck, out=tmp_path, fork_server=fork_server, resilience=Resilience(
-            scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS))
+        result = run(
+            planned(job)(()),
+            stuck,
+            out=tmp_path,
+            fork_server=fork_server,
+            resilience=Resilience(
+                scheduler=planned(job), heartbeat_timeout_seconds=TIMEOUT_SECONDS
+            ),
+        )
     (recovery,) = result.recoveries
     assert recovery.dead in {(Worker(0, 1),), (Worker(1, 1),)} and recovery.live == 3
-    one = replace(config, training=replace(config.training, tensor_parallel=1))
-    assert_same_numbers(result, judge(one, job.microbatches, 3))
+    alone = replace(config, training=replace(config.training, tensor_parallel=1))
+    assert_same_numbers(result, judge(alone, job.microbatches, 3))
 
 
 def test_who_comes_out_of_a_call_after_being_left_behind_is_stopped():
@@ -169,7 +206,10 @@ def test_a_call_that_fails_says_so():
 
 
 def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_not():
-    """Were it taken for one that has come out, and stopped all the same, everybody would wait for it."""
+    """A worker that comes out while being left behind is in one state.
+
+    Were it taken for one that has come out, and stopped all the same, everybody would wait for it.
+    """
     calls, inside, out, ended = OpenCalls(), threading.Event(), threading.Event(), []
 
     class Watched(set):
@@ -200,7 +240,8 @@ def test_who_comes_out_while_it_is_being_left_behind_is_either_left_behind_or_no
 
 
 def test_a_wait_for_the_device_names_its_peers_and_is_never_left_behind():
-    """Over NCCL the device waits for other workers, and its thread for the device; a call within it is told apart."""
+    # Over NCCL the device waits for other workers, and its thread for the device; a call within it
+    # is told apart.
     calls, me = OpenCalls(), threading.get_ident()
     calls.enter_call("waiting for the device", [Worker(0, 1)], on_device=True)
     call = calls.call_of_thread(me)

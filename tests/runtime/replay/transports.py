@@ -1,4 +1,7 @@
-"""What carries tensors in tests of sessions: each kind that this machine has, and the double of NCCL."""
+"""What carries tensors in tests of sessions.
+
+It is each kind that this machine has, and the double of NCCL.
+"""
 
 from functools import partial
 

@@ -16,8 +16,12 @@ def drawn(size, dtype):
 @pytest.mark.parametrize("size", [1, 7, 8, SMALL_BYTES + 3])
 def test_equal_bits_have_equal_sums_wherever_they_lie(dtype, size):
     mine, larger = drawn(size, dtype), torch.zeros(size + 5, dtype=dtype)
-    larger[3:3 + size] = mine
-    assert compute_checksum([mine]) == compute_checksum([larger[3:3 + size]]) == compute_checksum([mine.view(1, size)])
+    larger[3 : 3 + size] = mine
+    assert (
+        compute_checksum([mine])
+        == compute_checksum([larger[3 : 3 + size]])
+        == compute_checksum([mine.view(1, size)])
+    )
 
 
 @pytest.mark.parametrize("size", [5, 2 * BLOCK_WORDS + 3])
@@ -36,9 +40,9 @@ def test_each_bit_counts(size):
 def test_places_and_signs_count():
     mine = torch.arange(1.0, 2 * BLOCK_WORDS + 1)
     right = compute_checksum([mine])
-    for one, other in ((0, 2), (1, BLOCK_WORDS * 2 - 1), (3, 4)):
+    for first, other in ((0, 2), (1, BLOCK_WORDS * 2 - 1), (3, 4)):
         changed = mine.clone()
-        changed[[one, other]] = changed[[other, one]]
+        changed[[first, other]] = changed[[other, first]]
         assert compute_checksum([changed]) != right
     assert compute_checksum([-mine]) != right
     signs = torch.ones(len(mine))
@@ -47,7 +51,7 @@ def test_places_and_signs_count():
 
 
 def test_the_order_of_tensors_counts_and_no_number_is_changed():
-    one, other = drawn(3, torch.float32), drawn(4, torch.float32)
-    before = one.clone(), other.clone()
-    assert compute_checksum([one, other]) != compute_checksum([other, one])
-    assert torch.equal(one, before[0]) and torch.equal(other, before[1])
+    tensor, other = drawn(3, torch.float32), drawn(4, torch.float32)
+    before = tensor.clone(), other.clone()
+    assert compute_checksum([tensor, other]) != compute_checksum([other, tensor])
+    assert torch.equal(tensor, before[0]) and torch.equal(other, before[1])

@@ -13,5 +13,7 @@ def test_squares_are_of_all_elements_in_float64_and_leave_the_gradient_alone(mon
             generator = torch.Generator().manual_seed(length)
             gradient = torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
             before = gradient.clone()
-            torch.testing.assert_close(sum_of_squares(gradient), before.double().square().sum(), rtol=1e-15, atol=0)
+            torch.testing.assert_close(
+                sum_of_squares(gradient), before.double().square().sum(), rtol=1e-15, atol=0
+            )
             assert torch.equal(gradient, before)

@@ -19,7 +19,10 @@ def test_zeros_that_are_added_count_and_what_another_worker_has_used_is_used() -
     theirs[1].sum().backward()
     for buffer in (mine, other):
         buffer.mark_touched()
-    assert find_unused([mine]) == {ours[1], ours[2]} and find_unused([other]) == {theirs[0], theirs[2]}
+    assert find_unused([mine]) == {ours[1], ours[2]} and find_unused([other]) == {
+        theirs[0],
+        theirs[2],
+    }
     for left, right in zip(mine.sums, other.sums, strict=True):
         left.add_(right)
     assert find_unused([mine]) == {ours[2]}
@@ -29,7 +32,8 @@ def test_zeros_that_are_added_count_and_what_another_worker_has_used_is_used() -
 
 
 def test_a_gradient_that_replaces_the_one_in_the_buffer_is_copied_into_it() -> None:
-    """As of a user's function that does not add in place, and of a backward with create_graph."""
+    # It is that of a user's function that does not add in place, or of a backward with
+    # create_graph.
     ours = parameters()
     [mine] = allocate_gradients(ours)
     ours[0].grad = ours[0].grad + 2

@@ -1,4 +1,7 @@
-"""One set of tests for every optimizer: those that come with Slipstream, and one of a user's."""
+"""One set of tests for every optimizer.
+
+They are those that come with Slipstream, and one of a user's.
+"""
 
 import math
 from random import Random
@@ -25,7 +28,8 @@ class Heavy(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 old = self.state[parameter].get("sum", torch.zeros_like(parameter))
-                self.state[parameter]["sum"] = 0.9 * old + parameter.grad  # a new tensor, unlike torch's own
+                # A new tensor, unlike torch's own.
+                self.state[parameter]["sum"] = 0.9 * old + parameter.grad
                 parameter.sub_(group["lr"] * self.state[parameter]["sum"])
 
 class Whitened(torch.optim.Optimizer):
@@ -38,12 +42,14 @@ class Whitened(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
+                state = self.state[parameter]
                 if parameter.dim() == 2:  # a square beside a matrix that is none
-                    square = self.state[parameter].setdefault("square", torch.eye(len(parameter)).to(parameter))
+                    unit = torch.eye(len(parameter)).to(parameter)
+                    square = state.setdefault("square", unit)
                     square += parameter.grad @ parameter.grad.T
                     parameter.sub_(group["lr"] * torch.linalg.solve(square, parameter.grad))
                 else:
-                    self.state[parameter].setdefault("length", torch.zeros(()).to(parameter)).add_(1)
+                    state.setdefault("length", torch.zeros(()).to(parameter)).add_(1)
                     parameter.sub_(group["lr"] * parameter.grad)
 """
 CONFIGS = {
@@ -51,7 +57,9 @@ CONFIGS = {
     "sgd": TrainingConfig(optimizer="sgd", learning_rate=0.1),
     "sgd with momentum": TrainingConfig(optimizer="sgd", learning_rate=0.1, momentum=0.9),
     "muon": TrainingConfig(optimizer="muon", learning_rate=0.1),
-    "own of whole matrices": TrainingConfig(optimizer="my_own_optimizer:Whitened", learning_rate=0.1),
+    "own of whole matrices": TrainingConfig(
+        optimizer="my_own_optimizer:Whitened", learning_rate=0.1
+    ),
     "own": TrainingConfig(optimizer="my_own_optimizer:Heavy", learning_rate=0.1),
 }
 
@@ -75,11 +83,17 @@ def build_optimizer(layers: dict[int, nn.Module], config: TrainingConfig) -> Par
 class Rig:
     """Two layers and their optimizer; gradients depend on the iteration alone."""
 
-    def __init__(self, config: TrainingConfig, layers: tuple[int, ...] = (3, 4),
-                 dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        layers: tuple[int, ...] = (3, 4),
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         torch.manual_seed(0)
-        everything = {layer: nn.Sequential(nn.Linear(3, 5, dtype=dtype), nn.LayerNorm(5, dtype=dtype))
-                      for layer in (3, 4)}
+        everything = {
+            layer: nn.Sequential(nn.Linear(3, 5, dtype=dtype), nn.LayerNorm(5, dtype=dtype))
+            for layer in (3, 4)
+        }
         self.layers = {layer: everything[layer] for layer in layers}
         self.optimizer = build_optimizer(self.layers, config)
 
@@ -87,7 +101,9 @@ class Rig:
         for layer, module in self.layers.items():
             generator = torch.Generator().manual_seed(100 * iteration + layer)
             for parameter in module.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.grad = torch.randn(
+                    parameter.shape, generator=generator, dtype=parameter.dtype
+                )
 
     def run(self, iterations: range, factor: float = 1.0) -> None:
         for iteration in iterations:
@@ -95,15 +111,20 @@ class Rig:
             self.optimizer.step(iteration, factor)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {f"{layer}.{name}": tensor.clone() for layer in self.layers
-                for name, tensor in self.layer_state(layer).items()}
+        return {
+            f"{layer}.{name}": tensor.clone()
+            for layer in self.layers
+            for name, tensor in self.layer_state(layer).items()
+        }
 
     def layer_state(self, layer: int) -> dict[str, torch.Tensor]:
         return assemble_state(self.layers[layer], self.optimizer.own_states(layer))
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    return left.keys() == right.keys() and all(
+        torch.equal(tensor, right[name]) for name, tensor in left.items()
+    )
 
 
 @pytest.mark.parametrize("before", [0, 1, 4])
@@ -141,7 +162,7 @@ def test_only_the_last_step_can_be_undone(config) -> None:
 
 
 def test_layers_move_with_their_state(config) -> None:
-    """A worker that takes over one layer after three iterations goes on as those who always had it."""
+    # A worker that takes over one layer after three iterations goes on as those who always had it.
     veteran, newcomer = Rig(config), Rig(config, (4,))
     for parameter in newcomer.layers[4].parameters():
         nn.init.zeros_(parameter)
@@ -152,17 +173,22 @@ def test_layers_move_with_their_state(config) -> None:
     newcomer.run(range(3, 6))
     newcomer.optimizer.undo()
     newcomer.run(range(5, 6))
-    assert same(newcomer.state(), {name: tensor for name, tensor in veteran.state().items() if name.startswith("4.")})
+    assert same(
+        newcomer.state(),
+        {name: tensor for name, tensor in veteran.state().items() if name.startswith("4.")},
+    )
 
 
 def test_a_foreign_state_is_refused() -> None:
     rig = Rig(TrainingConfig())
     good = rig.layer_state(3)
     missing = {name: tensor for name, tensor in good.items() if name != "model.1.bias"}
-    for bad, message in ((missing, "has no elements of 'model.1.bias'; expected 5"),
-                         ({**good, "model.2.bias": torch.ones(5)}, "5 elements of 'model.2.bias'; expected none"),
-                         ({**good, "optimizer.sum.9": torch.ones(5)}, "'optimizer.sum.9'; expected none"),
-                         ({**good, "model.1.bias": torch.ones(4)}, "4 elements of 'model.1.bias'; expected 5")):
+    for bad, message in (
+        (missing, "has no elements of 'model.1.bias'; expected 5"),
+        ({**good, "model.2.bias": torch.ones(5)}, "5 elements of 'model.2.bias'; expected none"),
+        ({**good, "optimizer.sum.9": torch.ones(5)}, "'optimizer.sum.9'; expected none"),
+        ({**good, "model.1.bias": torch.ones(4)}, "4 elements of 'model.1.bias'; expected 5"),
+    ):
         with pytest.raises(ValueError, match=message):
             as_whole_part(rig.layers[3], 3, bad)
 
@@ -177,7 +203,9 @@ def test_undo_takes_what_is_written(config) -> None:
 def test_only_matrices_decay(name: str) -> None:
     layer = nn.LayerNorm(2)
     layer.matrix, layer.frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1), False)
-    optimizer = build_optimizer({0: layer}, TrainingConfig(optimizer=name, learning_rate=0.1, weight_decay=0.5))
+    optimizer = build_optimizer(
+        {0: layer}, TrainingConfig(optimizer=name, learning_rate=0.1, weight_decay=0.5)
+    )
     for parameter in (layer.matrix, layer.weight, layer.bias):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0)
@@ -194,15 +222,18 @@ def test_a_stage_without_vectors_or_without_parameters() -> None:
 
 
 def test_unknown_optimizers_are_refused() -> None:
-    for name, message in (("adam", "one of 'adamw', 'sgd', 'muon', or"),
-                          ("no.such:thing", "cannot be imported: No module"),
-                          ("math:pi", "a float; expected a class or function")):
+    for name, message in (
+        ("adam", "one of 'adamw', 'sgd', 'muon', or"),
+        ("no.such:thing", "cannot be imported: No module"),
+        ("math:pi", "a float; expected a class or function"),
+    ):
         with pytest.raises(ConfigError, match=message):
             build_optimizer({}, TrainingConfig(optimizer=name))
 
 
 def test_squares_do_not_depend_on_the_stage_or_its_buffers() -> None:
-    """Bit for bit, also where the gradients are parts of one flat tensor at any offset."""
+    # They are equal bit for bit, also where the gradients are parts of one flat tensor at any
+    # offset.
     whole, part = Rig(TrainingConfig()), Rig(TrainingConfig(), (4,))
     whole.backward(0)
     part.backward(0)
@@ -226,12 +257,15 @@ def test_clip_factor() -> None:
         assert clip_factor(bad, TrainingConfig(clip_norm=5.0, skip_nonfinite=True)) is None
         assert clip_factor(bad, clipped) != 1.0
     values = [1e16, 1.0, -0.0, 3.0, 1e-9, 7.0]
-    assert len({clip_factor(order, clipped) for order in (values, values[::-1], sorted(values))}) == 1
+    assert (
+        len({clip_factor(order, clipped) for order in (values, values[::-1], sorted(values))}) == 1
+    )
 
 
 @pytest.mark.parametrize("what", ["parameters", "state"])
 def test_a_flipped_bit_changes_what_is_computed(what):
-    """A bit of a zero, as in the state of a row that no sample has used, is rounded away by the next step."""
+    # A bit of a zero, as in the state of a row that no sample has used, is rounded away by the next
+    # step.
     layer = nn.Linear(3, 5, dtype=torch.float64)
     optimizer = build_optimizer({0: layer}, TrainingConfig(learning_rate=0.1))
     with torch.no_grad():
@@ -240,10 +274,16 @@ def test_a_flipped_bit_changes_what_is_computed(what):
             parameter.grad = parameter.clone()
     optimizer.step(0)
     for seed in range(50):
-        before = {key: tensor.clone() for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items()}
+        before = {
+            key: tensor.clone() for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items()
+        }
         assert optimizer.flip_bit(what, Random(seed))
-        (changed,) = [before[key][before[key] != tensor].item()
-                      for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items() if tensor.dim()
-                      and not torch.equal(before[key], tensor)]
+        (changed,) = [
+            before[key][before[key] != tensor].item()
+            for key, tensor in optimizer.part_state(0, (0, 20)).tensors.items()
+            if tensor.dim() and not torch.equal(before[key], tensor)
+        ]
         assert changed != 0.0
-    assert not build_optimizer({0: layer}, TrainingConfig()).flip_bit("state", Random(0)), "it has none yet"
+    assert not build_optimizer({0: layer}, TrainingConfig()).flip_bit("state", Random(0)), (
+        "it has none yet"
+    )

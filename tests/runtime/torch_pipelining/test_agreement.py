@@ -1,4 +1,7 @@
-"""Who goes on: each process of these tests is a watch and an agreement, in a thread."""
+"""Who goes on.
+
+Each process of these tests is a watch and an agreement, in a thread.
+"""
 
 import os
 import resource
@@ -37,11 +40,15 @@ class Processes:
         return Voice(address=self.watches[name].address, committed=committed)
 
     def start(self) -> dict[str, Decision]:
-        return self.each(self.agreements, lambda name: self.agreements[name].start(self.voice(name), WORKERS))
+        return self.each(
+            self.agreements, lambda name: self.agreements[name].start(self.voice(name), WORKERS)
+        )
 
     def each(self, names, call: Callable[[str], Decision]) -> dict[str, Decision]:
-        begun: dict[str, Future[Decision]] = {name: self.pool.submit(call, name) for name in names}
-        return {name: future.result(SECONDS) for name, future in begun.items()}
+        futures: dict[str, Future[Decision]] = {
+            name: self.pool.submit(call, name) for name in names
+        }
+        return {name: future.result(SECONDS) for name, future in futures.items()}
 
     def kill(self, *names: str) -> None:
         for name in names:
@@ -54,17 +61,21 @@ class Processes:
 
 @pytest.fixture
 def processes():
-    made = Processes()
-    yield made
-    made.close()
+    processes_ = Processes()
+    yield processes_
+    processes_.close()
 
 
 def test_those_that_live_go_on_and_know_who_is_behind(processes):
     before = processes.start()
     processes.kill("0.1:0")
     counts = {"0.0:0": 7, "1.0:0": 8, "1.1:0": 7}
-    after = processes.each(counts, lambda name: processes.agreements[name].go_on(
-        processes.voice(name, counts[name]), before[name]))
+    after = processes.each(
+        counts,
+        lambda name: processes.agreements[name].go_on(
+            processes.voice(name, counts[name]), before[name]
+        ),
+    )
     assert len({decision.workers for decision in after.values()}) == 1
     decision = after["1.1:0"]
     assert decision.workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
@@ -75,11 +86,15 @@ def test_a_second_death_during_the_agreement(processes):
     """Two wait for a third, which dies instead of speaking."""
     before = processes.start()
     processes.kill("0.1:0")
-    begun = [processes.pool.submit(processes.agreements[name].go_on, processes.voice(name), before[name])
-             for name in ("0.0:0", "1.0:0")]
-    assert not any(future.done() for future in begun)
+    futures = [
+        processes.pool.submit(processes.agreements[name].go_on, processes.voice(name), before[name])
+        for name in ("0.0:0", "1.0:0")
+    ]
+    assert not any(future.done() for future in futures)
     processes.kill("1.1:0")
-    assert [future.result(SECONDS).workers for future in begun] == [(Worker(0, 0), Worker(1, 0))] * 2
+    assert [future.result(SECONDS).workers for future in futures] == [
+        (Worker(0, 0), Worker(1, 0))
+    ] * 2
 
 
 def test_a_process_that_is_silent_is_left_out_and_told_so():
@@ -104,9 +119,14 @@ def test_a_worker_that_has_lost_a_rank_is_out():
     processes = Processes(ranks=2)
     before = processes.start()
     processes.kill("0.1:1")
-    left = [name for name in processes.watches if name != "0.1:0"]
-    lost = processes.pool.submit(processes.agreements["0.1:0"].go_on, processes.voice("0.1:0"), before["0.1:0"])
-    after = processes.each(left, lambda name: processes.agreements[name].go_on(processes.voice(name), before[name]))
+    survivors = [name for name in processes.watches if name != "0.1:0"]
+    lost = processes.pool.submit(
+        processes.agreements["0.1:0"].go_on, processes.voice("0.1:0"), before["0.1:0"]
+    )
+    after = processes.each(
+        survivors,
+        lambda name: processes.agreements[name].go_on(processes.voice(name), before[name]),
+    )
     assert after["0.0:1"].workers == (Worker(0, 0), Worker(1, 0), Worker(1, 1))
     with pytest.raises(LeftOutError, match="has lost a rank"):
         lost.result(SECONDS)
@@ -116,9 +136,11 @@ def test_a_worker_that_has_lost_a_rank_is_out():
 def test_a_worker_returns_without_state(processes):
     before = processes.start()
     processes.kill("0.1:0")
-    left = ("0.0:0", "1.0:0", "1.1:0")
-    second = processes.each(left, lambda name: processes.agreements[name].go_on(
-        processes.voice(name, 3), before[name]))
+    survivors = ("0.0:0", "1.0:0", "1.1:0")
+    second = processes.each(
+        survivors,
+        lambda name: processes.agreements[name].go_on(processes.voice(name, 3), before[name]),
+    )
     processes.watches["0.1:0"] = Watch("127.0.0.1", lambda: None)
     returned = Agreement(processes.store, "0.1:0", 1, SECONDS)
     assert returned.has_begun()
@@ -127,19 +149,29 @@ def test_a_worker_returns_without_state(processes):
         assert not joining.done()
     while not returned.store.check(["joiner/1"]):
         assert not joining.done()
-    third = processes.each(left, lambda name: processes.agreements[name].go_on(
-        processes.voice(name, 4), second[name]))
+    third = processes.each(
+        survivors,
+        lambda name: processes.agreements[name].go_on(processes.voice(name, 4), second[name]),
+    )
     decision = joining.result(SECONDS)
     assert decision == third["1.1:0"] and decision.workers == WORKERS
-    assert decision.newcomers == (Worker(0, 1),) and decision.latest.committed == 4 and returned.number == 3
+    assert (
+        decision.newcomers == (Worker(0, 1),)
+        and decision.latest.committed == 4
+        and returned.number == 3
+    )
 
 
 def start_again(processes: Processes) -> dict[str, bool]:
-    """Start all processes anew, on the store of those before; return which of them are to join."""
+    """Start all processes anew, on the store of those before.
+
+    Returns which of them are to join.
+    """
     processes.kill(*processes.watches)
     processes.watches = {name: Watch("127.0.0.1", lambda: None) for name in processes.agreements}
-    processes.agreements = {name: Agreement(processes.store, name, 1, SECONDS)
-                            for name in processes.agreements}
+    processes.agreements = {
+        name: Agreement(processes.store, name, 1, SECONDS) for name in processes.agreements
+    }
     return {name: agreement.has_begun() for name, agreement in processes.agreements.items()}
 
 
@@ -150,38 +182,47 @@ def test_a_run_begins_where_all_processes_of_an_earlier_one_are_dead(processes):
     after = processes.start()
     assert after["0.0:0"].workers == WORKERS
     assert after["0.0:0"].voices.keys() == before["0.0:0"].voices.keys()
-    one = Agreement(processes.store, "0.1:0", 1, SECONDS)
-    assert one.has_begun() and one.store.check(["decision/1"])
+    agreement = Agreement(processes.store, "0.1:0", 1, SECONDS)
+    assert agreement.has_begun() and agreement.store.check(["decision/1"])
 
 
 def test_a_run_that_never_began_is_left_by_all(processes):
-    """Two processes have spoken when all are started anew; another one, slower, looks at that run first."""
+    # Two processes have spoken when all are started anew; another one, slower, looks at that run
+    # first.
     for name in ("0.0:0", "0.1:0"):
         processes.store.set(f"slipstream 1/voice/1/{name}", "of a process that is dead")
-    slow = processes.pool.submit(processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS)
+    slow = processes.pool.submit(
+        processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS
+    )
     while not processes.store.check(["slipstream 1/voice/1/1.1:0"]):
         assert not slow.done()
     others = [name for name in processes.agreements if name != "1.1:0"]
-    decisions = processes.each(others, lambda name: processes.agreements[name].start(
-        processes.voice(name), WORKERS))
+    decisions = processes.each(
+        others, lambda name: processes.agreements[name].start(processes.voice(name), WORKERS)
+    )
     assert slow.result(SECONDS) == decisions["0.0:0"] and decisions["0.0:0"].workers == WORKERS
 
 
 def test_who_comes_first_after_a_failed_start_begins_no_run_with_the_dead(processes):
-    """At the start before, 1.1 never came, and the others have ended: now it comes first."""
+    # At the start before, 1.1 never came, and the others have ended: now it comes first.
     gone = Watch("127.0.0.1", lambda: None)
     gone.close()
     voice = msgspec.json.encode(Voice(address=gone.address, committed=0)).decode()
     others = [name for name in processes.agreements if name != "1.1:0"]
     for name in others:
         processes.store.set(f"slipstream 1/voice/1/{name}", voice)
-    first = processes.pool.submit(processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS)
+    first = processes.pool.submit(
+        processes.agreements["1.1:0"].start, processes.voice("1.1:0"), WORKERS
+    )
     while not processes.store.check(["slipstream 1/decision/1"]):
         assert not first.done()
-    decisions = processes.each(others, lambda name: processes.agreements[name].start(
-        processes.voice(name), WORKERS))
+    decisions = processes.each(
+        others, lambda name: processes.agreements[name].start(processes.voice(name), WORKERS)
+    )
     assert first.result(SECONDS) == decisions["0.0:0"]
-    assert decisions["0.0:0"].voices == {name: processes.voice(name) for name in processes.agreements}
+    assert decisions["0.0:0"].voices == {
+        name: processes.voice(name) for name in processes.agreements
+    }
 
 
 def test_whoever_does_not_start_is_named():
@@ -255,7 +296,10 @@ def no_descriptors():
 
 
 def await_turns(checked: threading.Event) -> None:
-    """Wait until a watch has had a whole turn; the first to end may have begun before."""
+    """Wait until a watch has had a whole turn.
+
+    The first to end may have begun before.
+    """
     for _ in range(2):
         checked.clear()
         assert checked.wait(SECONDS)
@@ -270,7 +314,8 @@ def test_a_watch_outlives_a_want_of_descriptors():
             late.connect((host, int(port)))
             await_turns(checked)
             assert not watch._accepted
-            with pytest.raises(OSError, match="Too many open files"):  # nothing is said of the other process
+            # Nothing is said of the other process.
+            with pytest.raises(OSError, match="Too many open files"):
                 watch.follow(other.address, lost.set)
         while not watch._accepted:
             await_turns(checked)
@@ -300,25 +345,28 @@ def test_a_watch_checks_although_a_socket_of_it_is_closed():
 
 def test_a_death_is_noticed_and_slowness_is_not_one():
     lost = threading.Event()
-    one, other = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
-    one.follow(other.address, lost.set)
+    watch, other = Watch("127.0.0.1", lambda: None), Watch("127.0.0.1", lambda: None)
+    watch.follow(other.address, lost.set)
     assert not is_dead(other.address) and not lost.is_set()
     other.close()
     assert lost.wait(SECONDS) and is_dead(other.address)
     again = threading.Event()
-    one.follow(other.address, again.set)
+    watch.follow(other.address, again.set)
     assert again.is_set()
-    one.close()
+    watch.close()
 
 
 def test_a_worker_of_two_ranks_returns_when_both_have_asked():
     processes = Processes(ranks=2)
     before = processes.start()
     processes.kill("0.1:0", "0.1:1")
-    left = [*processes.watches]
+    names_left = [*processes.watches]
 
     def go_on(then: dict[str, Decision]) -> dict[str, Decision]:
-        return processes.each(left, lambda name: processes.agreements[name].go_on(processes.voice(name), then[name]))
+        return processes.each(
+            names_left,
+            lambda name: processes.agreements[name].go_on(processes.voice(name), then[name]),
+        )
 
     then, joining = go_on(before), []
     for rank in range(2):

@@ -25,10 +25,19 @@ def test_the_loop_of_the_page_trains_as_one_process_does():
     schedule = planned(grid(2, 2, [2, 3]), [Worker(1, 1)], optimizer="synchronous")
 
     def run(place):
-        names = {**vars(torch_pipelining), "torch": torch, "build_stage": build_stage, "iterations": ITERATIONS,
-                 "partial": partial, "loss_fn": nn.functional.mse_loss,
-                 "read_microbatch": lambda iteration, pipeline, index: read_microbatch(pipeline, index + 5 * iteration),
-                 "Routes": SimpleNamespace(read=str), "Place": SimpleNamespace(take=lambda _: place)}
+        names = {
+            **vars(torch_pipelining),
+            "torch": torch,
+            "build_stage": build_stage,
+            "iterations": ITERATIONS,
+            "partial": partial,
+            "loss_fn": nn.functional.mse_loss,
+            "read_microbatch": lambda iteration, pipeline, index: read_microbatch(
+                pipeline, index + 5 * iteration
+            ),
+            "Routes": SimpleNamespace(read=str),
+            "Place": SimpleNamespace(take=lambda _: place),
+        }
         exec(loop, names)
         return names["modules"]
 
@@ -43,5 +52,7 @@ def test_the_loop_of_the_page_trains_as_one_process_does():
         optimizer.step()
     for modules in with_workers(schedule, run).values():
         for stage, module in modules.items():
-            for one, other in zip(module.parameters(), model[stage].parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+            for parameter, other in zip(
+                module.parameters(), model[stage].parameters(), strict=True
+            ):
+                torch.testing.assert_close(parameter, other, rtol=0, atol=1e-12)

@@ -1,4 +1,7 @@
-"""Workers of two ranks: one may notice a death while the other is in a collective inside the worker."""
+"""Workers of two ranks.
+
+One may notice a death while the other is in a collective inside the worker.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +25,19 @@ from slipstream.schedules.schedule import Worker
 from tests.generate import planned
 from tests.jobs import grid
 from tests.runtime.torch_pipelining.test_ends import die
-from tests.runtime.torch_pipelining.threads import build_stage, gradients_alone, make_schedule, run_step
+from tests.runtime.torch_pipelining.threads import (
+    build_stage,
+    gradients_alone,
+    make_schedule,
+    run_step,
+)
 
-RANKS, SECONDS, MICROBATCHES = 2, 20, [2, 2]
-DYING, AFTER = Worker(0, 0), Worker(0, 1)
+RANKS = 2
+SECONDS = 120
+MICROBATCHES = [2, 2]
+"""Of each pipeline."""
+DYING = Worker(0, 0)
+AFTER = Worker(0, 1)
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -34,7 +46,10 @@ def plan(down):
 
 
 class InnerMean(torch.autograd.Function):
-    """Mean over the ranks of a worker, which have the same value: they wait for each other in both directions."""
+    """Mean over the ranks of a worker, which have the same value.
+
+    They wait for each other in both directions.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
@@ -73,10 +88,24 @@ class Rank:
 
     def __init__(self, routes: Routes, store: HashStore, worker: Worker, number: int) -> None:
         self.worker, self.number = worker, number
-        self.group = create_gloo_group(PrefixStore(f"inner {worker}", store), number, RANKS,
-                                       timedelta(seconds=SECONDS), open_gloo_devices())
-        self.place = Place(routes, worker, number, RANKS, store, "127.0.0.1", device=torch.device("cpu"),
-                           transport="gloo", patience=SECONDS)
+        self.group = create_gloo_group(
+            PrefixStore(f"inner {worker}", store),
+            number,
+            RANKS,
+            timedelta(seconds=SECONDS),
+            open_gloo_devices(),
+        )
+        self.place = Place(
+            routes,
+            worker,
+            number,
+            RANKS,
+            store,
+            "127.0.0.1",
+            device=torch.device("cpu"),
+            transport="gloo",
+            patience=SECONDS,
+        )
         self.stages = {stage: InnerStage(stage, self.group) for stage in routes.stages_of(worker)}
 
     def run_iteration(self) -> None:
@@ -104,15 +133,17 @@ class Rank:
             assert not self.place.recover()
             try:
                 return self.run_iteration()
-            except CommunicationError:  # threads of one process: their aborts break each other's connections
+            # Threads of one process: their aborts break each other's connections.
+            except CommunicationError:
                 continue
 
 
 def test_all_ranks_of_a_worker_recover_whichever_notices_a_death():
-    """Rank 0 of worker 0.1 misses its input, while rank 1 is in a collective that rank 0 has not joined."""
+    # Rank 0 of worker 0.1 misses its input, while rank 1 is in a collective that rank 0 has not
+    # joined.
     routes, store, entered = Routes.read(plan), HashStore(), []
     size = RANKS * len(routes.workers)
-    connected, begun = threading.Barrier(size), threading.Barrier(size)
+    connected, has_begun = threading.Barrier(size), threading.Barrier(size)
 
     def run(worker: Worker, number: int) -> Any:
         rank = Rank(routes, store, worker, number)
@@ -122,7 +153,7 @@ def test_all_ranks_of_a_worker_recover_whichever_notices_a_death():
         rank.stages[worker.column].entered.clear()
         if (worker, number) == (AFTER, 1):
             entered.append(rank.stages[1].entered)
-        begun.wait(SECONDS)
+        has_begun.wait(SECONDS)
         if worker == DYING:
             rank.die_in_first_send(entered[0])
             with pytest.raises(DeathError):
@@ -132,22 +163,29 @@ def test_all_ranks_of_a_worker_recover_whichever_notices_a_death():
             rank.run_iteration()
         rank.recover_and_run()
         rank.place.close()
-        return rank.place.routes.failed, rank.place.committed, [
-            (stage, [one.grad for one in module.parameters()]) for stage, module in rank.stages.items()]
+        gradients = []
+        for stage, module in rank.stages.items():
+            gradients.append((stage, [parameter.grad for parameter in module.parameters()]))
+        return rank.place.routes.failed, rank.place.committed, gradients
 
     with ThreadPoolExecutor(size) as pool:
-        results = [pool.submit(run, worker, number) for worker in routes.workers for number in range(RANKS)]
-        found = [result for one in results if (result := one.result(4 * SECONDS)) is not None]
+        results = [
+            pool.submit(run, worker, number) for worker in routes.workers for number in range(RANKS)
+        ]
+        found = [result for future in results if (result := future.result(4 * SECONDS)) is not None]
     alone = gradients_alone(build_stage, 2, MICROBATCHES)
     assert len(found) == size - RANKS
     for failed, committed, gradients in found:
         assert (failed, committed) == ((DYING,), 2)
-        for stage, own in gradients:
-            torch.testing.assert_close(own, alone[stage], rtol=1e-12, atol=1e-12)
+        for stage, gradient in gradients:
+            torch.testing.assert_close(gradient, alone[stage], rtol=1e-12, atol=1e-12)
 
 
 def with_two_mates(run) -> list[Any]:
-    """Run a function on both ranks of a worker, in threads; it takes their number and the mates."""
+    """Run a function on both ranks of a worker, in threads.
+
+    It takes their number and the mates.
+    """
     store = HashStore()
 
     def run_rank(number: int) -> Any:
@@ -167,20 +205,25 @@ def test_an_error_of_one_rank_is_raised_by_all_and_what_one_rank_knows_by_none()
         with mates.deferring_errors():
             if number == 1:
                 raise CommunicationError("lost")
-        known = mates.settle([3.0 - number, 5.0], needs_all=False)
+        settlement = mates.settle([3.0 - number, 5.0], needs_all=False)
         mates.settle()
-        return str(raised.value), known
+        return str(raised.value), settlement
 
-    assert with_two_mates(run) == [("lost", [3.0, 5.0]),
-                                   ("another rank of this worker has lost a connection", [3.0, 5.0])]
+    assert with_two_mates(run) == [
+        ("lost", [3.0, 5.0]),
+        ("another rank of this worker has lost a connection", [3.0, 5.0]),
+    ]
 
 
 def test_a_rank_that_recovers_alone_is_heard_where_the_other_settles_next():
     def run(number: int, mates: Mates) -> None:
         if number == 1:
-            with pytest.raises(CommunicationError, match=r"^another rank of this worker has lost a connection$"):
+            with pytest.raises(
+                CommunicationError, match=r"^another rank of this worker has lost a connection$"
+            ):
                 mates.settle()
-        mates.fail("an error that others were not asked about")  # says nothing more where all know of a failure
+        # Says nothing more where all know of a failure.
+        mates.fail("an error that others were not asked about")
         mates.settle()
 
     with_two_mates(run)

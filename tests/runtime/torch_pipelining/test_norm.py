@@ -14,7 +14,10 @@ from slipstream.runtime.torch_pipelining import schedule
 
 @pytest.fixture
 def four_ranks():
-    """Torch's default group, of four ranks of which this process is one; the others do nothing."""
+    """Torch's default group, of four ranks of which this process is one.
+
+    The others do nothing.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()

@@ -19,11 +19,16 @@ from tests.runtime.torch_pipelining.threads import TIMEOUT_SECONDS, with_workers
 def test_all_waits_end_after_the_patience_of_the_place(monkeypatch):
     def run(place):
         place._patience = 0
-        with pytest.raises(CommunicationError, match=r"^nobody said 'anything' in 0 s; expected all workers to step$"):
+        with pytest.raises(
+            CommunicationError,
+            match=r"^nobody said 'anything' in 0 s; expected all workers to step$",
+        ):
             place.read("anything")
         with monkeypatch.context() as patched:
             patched.setattr(place.session, "is_quiescent", lambda: False)
-            with pytest.raises(TimeoutError, match=r"^transfers of 0\.0:0 have not ended 0 s after they were "):
+            with pytest.raises(
+                TimeoutError, match=r"^transfers of 0\.0:0 have not ended 0 s after they were "
+            ):
                 place._await_quiescence()
         place._patience = TIMEOUT_SECONDS
 
@@ -34,7 +39,9 @@ def test_all_waits_end_after_the_patience_of_the_place(monkeypatch):
 def test_a_program_that_takes_no_worker_back_refuses_one_that_starts_again():
     def run(place):
         if place.worker == Worker(0, 0):
-            with pytest.raises(LeftOutError, match=r"^the others go on without worker 1\.0, and this program "):
+            with pytest.raises(
+                LeftOutError, match=r"^the others go on without worker 1\.0, and this program "
+            ):
                 Place.take(place.routes, "1.0", store=place._shared, returns=False)
         place.commit()
 
@@ -45,7 +52,9 @@ def test_the_ranks_of_a_worker_meet_though_one_of_them_died_at_the_start_before(
     store = HashStore()
 
     def enter():
-        return places.Place._store_of_ranks(SimpleNamespace(ranks=2, worker=Worker(0, 0), _shared=store))
+        return places.Place._store_of_ranks(
+            SimpleNamespace(ranks=2, worker=Worker(0, 0), _shared=store)
+        )
 
     enter()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -55,8 +64,11 @@ def test_the_ranks_of_a_worker_meet_though_one_of_them_died_at_the_start_before(
 
 def test_the_host_is_found_through_prefixes_of_the_store(monkeypatch):
     asked, connect = [], socket.create_connection
-    monkeypatch.setattr(socket, "create_connection",
-                        lambda address, **options: asked.append(address) or connect(address, **options))
+    monkeypatch.setattr(
+        socket,
+        "create_connection",
+        lambda address, **options: asked.append(address) or connect(address, **options),
+    )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert places._own_host(PrefixStore("outer", PrefixStore("inner", store))) == "127.0.0.1"
     assert asked == [("127.0.0.1", store.port)]

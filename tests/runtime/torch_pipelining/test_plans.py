@@ -36,41 +36,59 @@ def require_exact(schedule, build=build_stage, steps=1) -> None:
 
     def run(place):
         modules = {stage: build(stage) for stage in place.routes.stages_of(place.worker)}
-        made = make_schedule(place, modules)
+        pipeline_schedule = make_schedule(place, modules)
         for _ in range(steps):
             for module in modules.values():
                 module.zero_grad()
-            losses = run_step(made)
-        norm = made.grad_norm()
+            losses = run_step(pipeline_schedule)
+        norm = pipeline_schedule.grad_norm()
         total = place.commit(sum(loss.item() for loss in losses) / place.routes.microbatches)
-        return {stage: [parameter.grad for parameter in module.parameters()] for stage, module in modules.items()}, \
-            norm, total
+        gradients = {}
+        for stage, module in modules.items():
+            gradients[stage] = [parameter.grad for parameter in module.parameters()]
+        return gradients, norm, total
 
     model = nn.Sequential(*map(build, range(stages)))
-    losses = [nn.functional.mse_loss(model(value), target).item() for value, target in (
-        read_microbatch(pipeline, index) for pipeline, count in enumerate(schedule.grid.microbatches)
-        for index in range(count))]
-    whole = torch.cat([one.flatten() for stage in alone for one in stage if one is not None]).norm().item()
+    losses = []
+    for pipeline, count in enumerate(schedule.grid.microbatches):
+        for index in range(count):
+            value, target = read_microbatch(pipeline, index)
+            losses.append(nn.functional.mse_loss(model(value), target).item())
+    whole = (
+        torch.cat(
+            [gradient.flatten() for stage in alone for gradient in stage if gradient is not None]
+        )
+        .norm()
+        .item()
+    )
     for found, norm, total in with_workers(schedule, run).values():
         for stage, gradients in found.items():
-            for one, other in zip(gradients, alone[stage], strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+            for gradient, other in zip(gradients, alone[stage], strict=True):
+                torch.testing.assert_close(gradient, other, rtol=0, atol=TOLERANCE)
         assert norm == pytest.approx(whole, abs=TOLERANCE)
         assert total == pytest.approx(sum(losses) / len(losses), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_around_dead_workers(seed):
-    """Of 3 x 3 workers up to two dead; linear, V-shaped, interleaved, split, fused, offloaded, ragged."""
+    """Random plans of 3 x 3 workers with up to two dead.
+
+    They are linear, V-shaped, interleaved, split, fused, shed, ragged.
+    """
     require_exact(draw_plan(random.Random(seed)), steps=2)
 
 
 def test_two_directions():
-    require_exact(planned(grid(2, 2, [4, 2], more="[placement]\norder = 'bidirectional'\n"), [Worker(0, 1)]))
+    require_exact(
+        planned(grid(2, 2, [4, 2], more="[placement]\norder = 'bidirectional'\n"), [Worker(0, 1)])
+    )
 
 
 class Pair(nn.Module):
-    """A stage that passes on two tensors, of which one is of integers, and has a parameter that nobody uses."""
+    """A stage that passes on two tensors, of which one is of integers.
+
+    It has a parameter that nobody uses.
+    """
 
     def __init__(self, stage, width=6):
         super().__init__()
@@ -100,12 +118,15 @@ class PairModel(nn.Module):
 
 @pytest.mark.parametrize("backward", ["split", "fused"])
 def test_stages_pass_several_tensors_and_keep_parameters_without_gradient(backward):
-    """A parameter that no worker uses has no gradient afterwards, as in one process: AdamW would decay it."""
+    # A parameter that no worker uses has no gradient afterwards, as in one process: AdamW would
+    # decay it.
     schedule = planned(grid(3, 3, [2, 3, 2]), [Worker(1, 1)], backward=backward)
     model = PairModel()
     for pipeline, count in enumerate(schedule.grid.microbatches):
         for value, target in (read_microbatch(pipeline, index) for index in range(count)):
-            (nn.functional.mse_loss(model(value), target) / schedule.grid.total_microbatches).backward()
+            (
+                nn.functional.mse_loss(model(value), target) / schedule.grid.total_microbatches
+            ).backward()
 
     def run(place):
         (stage,) = place.routes.stages_of(place.worker)
@@ -115,9 +136,9 @@ def test_stages_pass_several_tensors_and_keep_parameters_without_gradient(backwa
 
     for stage, found in with_workers(schedule, run).values():
         wanted = [parameter.grad for parameter in model.stages[stage].parameters()]
-        for one, other in zip(found, wanted, strict=True):
-            assert (one is None) == (other is None)
-            torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+        for gradient, other in zip(found, wanted, strict=True):
+            assert (gradient is None) == (other is None)
+            torch.testing.assert_close(gradient, other, rtol=0, atol=TOLERANCE)
 
 
 def test_each_trap_is_refused_in_one_line_that_says_what_to_do():
@@ -126,13 +147,19 @@ def test_each_trap_is_refused_in_one_line_that_says_what_to_do():
     def run(place):
         (stage,) = place.routes.stages_of(place.worker)
         module = build_stage(stage)
-        with pytest.raises(ValueError, match=rf"worker {place.worker} holds stages {stage}, not {1 - stage}"):
+        with pytest.raises(
+            ValueError, match=rf"worker {place.worker} holds stages {stage}, not {1 - stage}"
+        ):
             ReroutedStage(module, 1 - stage, place)
-        made = make_schedule(place, {stage: module})
-        with pytest.raises(ValueError, match=r"arg_mbs has 0 values; expected \d, one for each of `samples`"):
-            made.step(arg_mbs=[])
+        pipeline_schedule = make_schedule(place, {stage: module})
+        with pytest.raises(
+            ValueError, match=r"arg_mbs has 0 values; expected \d, one for each of `samples`"
+        ):
+            pipeline_schedule.step(arg_mbs=[])
         compiled = torch.compile(build_stage(stage))
-        with pytest.raises(ValueError, match=r"is compiled.* expected a plan with --backward fused$"):
+        with pytest.raises(
+            ValueError, match=r"is compiled.* expected a plan with --backward fused$"
+        ):
             ReroutedStage(compiled, stage, place)
         return stage
 
@@ -140,19 +167,28 @@ def test_each_trap_is_refused_in_one_line_that_says_what_to_do():
 
 
 def test_shards_that_would_lose_gradients_are_refused():
-    """FSDP drops what it has gathered after the forward of all parts but the outermost, by default."""
+    # FSDP drops what it has gathered after the forward of all parts but the outermost, by default.
     schedule = planned(grid(2, 1, [2, 2]), [Worker(0, 0)])
     mesh = init_device_mesh("cpu", (1,))
 
     def run(place):
         parts = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Tanh())
-        with pytest.raises(ValueError, match=r"stage 0 drops its gathered parameters .*reshard_after_forward=False"):
+        with pytest.raises(
+            ValueError, match=r"stage 0 drops its gathered parameters .*reshard_after_forward=False"
+        ):
             ReroutedStage(fully_shard(parts, mesh=mesh), 0, place)
-        parts = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False), nn.Tanh())
-        with pytest.raises(ValueError, match="has parts under fully_shard, but is not itself; expected fully_shard of"):
+        parts = nn.Sequential(
+            fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=False), nn.Tanh()
+        )
+        with pytest.raises(
+            ValueError,
+            match="has parts under fully_shard, but is not itself; expected fully_shard of",
+        ):
             ReroutedStage(parts, 0, place)
         place.ranks = 0
-        with pytest.raises(ValueError, match=r"0\.weight of stage 0 is sharded over 1 processes, a worker has 0"):
+        with pytest.raises(
+            ValueError, match=r"0\.weight of stage 0 is sharded over 1 processes, a worker has 0"
+        ):
             ReroutedStage(parts, 0, place)
         place.ranks = 1
 
@@ -161,12 +197,13 @@ def test_shards_that_would_lose_gradients_are_refused():
 
 def test_the_forward_that_finds_forms_leaves_buffers_as_they_were():
     """A norm counts the forwards of the iteration, and no others."""
+
     def run(place):
         (stage,) = place.routes.stages_of(place.worker)
         norm = nn.BatchNorm1d(6).double()
-        made = make_schedule(place, {stage: nn.Sequential(build_stage(stage), norm)})
-        run_step(made)
-        return norm.num_batches_tracked.item(), len(made.samples)
+        pipeline_schedule = make_schedule(place, {stage: nn.Sequential(build_stage(stage), norm)})
+        run_step(pipeline_schedule)
+        return norm.num_batches_tracked.item(), len(pipeline_schedule.samples)
 
     for counted, samples in with_workers(planned(grid(2, 2, [2, 3]), []), run).values():
         assert counted == samples
@@ -174,7 +211,13 @@ def test_the_forward_that_finds_forms_leaves_buffers_as_they_were():
 
 def test_samples_are_all_that_a_worker_runs():
     schedule = planned(grid(2, 2, [2, 3]), [Worker(0, 1)])
-    found = with_workers(schedule, lambda place: make_schedule(
-        place, {stage: build_stage(stage) for stage in place.routes.stages_of(place.worker)}).samples)
+    found = with_workers(
+        schedule,
+        lambda place: (
+            make_schedule(
+                place, {stage: build_stage(stage) for stage in place.routes.stages_of(place.worker)}
+            ).samples
+        ),
+    )
     assert set(found[Worker(1, 1)]) == {(0, 0), (0, 1), *product([1], range(3))}
     assert set(found[Worker(0, 0)]) == {(0, 0), (0, 1)}

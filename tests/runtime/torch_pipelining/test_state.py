@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.runtime.torch_pipelining.state import pack_state, require_all_parameters, unpack_state
+from slipstream.runtime.torch_pipelining.state import (
+    pack_state,
+    require_all_parameters,
+    unpack_state,
+)
 
 
 def make_stepped(module, **options):
@@ -22,7 +26,9 @@ def test_parameters_that_are_not_contiguous_are_handed_over():
     optimizer, target = make_stepped(module), torch.optim.AdamW(other.parameters())
     unpack_state(pack_state(module, optimizer), other, target)
     assert torch.equal(module.weight, other.weight)
-    assert torch.equal(optimizer.state[module.weight]["exp_avg"], target.state[other.weight]["exp_avg"])
+    assert torch.equal(
+        optimizer.state[module.weight]["exp_avg"], target.state[other.weight]["exp_avg"]
+    )
 
 
 @pytest.mark.parametrize(("option", "device"), [("fused", "meta"), ("foreach", "cpu")])
@@ -36,7 +42,12 @@ def test_fused_optimizers_count_steps_on_the_device_of_the_parameter(option, dev
 
 def test_an_optimizer_with_parameters_of_other_modules_is_refused():
     stages = [nn.Linear(3, 2), nn.Linear(2, 1)]
-    optimizer = torch.optim.AdamW([parameter for stage in stages for parameter in stage.parameters()])
+    optimizer = torch.optim.AdamW(
+        [parameter for stage in stages for parameter in stage.parameters()]
+    )
     require_all_parameters(stages, optimizer)
-    with pytest.raises(ValueError, match=r"has 2 parameters that are not the modules', the first of shape \(1, 2\); "):
+    with pytest.raises(
+        ValueError,
+        match=r"has 2 parameters that are not the modules', the first of shape \(1, 2\); ",
+    ):
         require_all_parameters(stages[:1], optimizer)

@@ -1,5 +1,7 @@
 """Workers as threads of this process, for runs in which nobody dies."""
 
+import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -7,22 +9,66 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 from slipstream.runtime.replay.torch_groups import HashStore
 from slipstream.runtime.torch_pipelining import Place, ReroutedSchedule, ReroutedStage, Routes
 from slipstream.runtime.torch_pipelining.routes import Source
+from slipstream.runtime.torch_pipelining.watch import Watch, connect
 from slipstream.schedules.schedule import Schedule, Worker
 
-WIDTH, BATCH = 6, 2
-TIMEOUT_SECONDS = 120
+WIDTH = 6
+BATCH = 2
+TIMEOUT_SECONDS = 240
 T = TypeVar("T")
 
 
+class AllWatches:
+    """The watches of all workers of this process, and connections by which they look at others.
+
+    An abort shuts all sockets that its process has opened meanwhile, except its own watch's. Where
+    workers are threads of one process, it has to spare the others' as well, or they seem dead.
+    """
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+        self._connections: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def make(self, host: str, check: Callable[[], None]) -> Watch:
+        watch = Watch(host, check)
+        with self._lock:
+            self._watches.append(watch)
+        watch.sockets = self.sockets  # type: ignore[method-assign]
+        return watch
+
+    def connect(self, address: str) -> socket.socket | None:
+        # With the lock, no abort finds a connection that is not listed yet.
+        with self._lock:
+            connection = connect(address)
+            if connection is not None:
+                self._connections.append(connection)
+        return connection
+
+    def sockets(self) -> Sockets:
+        with self._lock:
+            watches, connections = [*self._watches], [*self._connections]
+        found = identify_sockets(connections)
+        for watch in watches:
+            found |= Watch.sockets(watch)
+        return found
+
+
 def draw_parameters(module: nn.Module, seed: int) -> None:
-    """Draw parameters from numbers of their own: torch's are those of the process, and threads would share them."""
-    made = torch.Generator().manual_seed(seed)
+    """Draw parameters from numbers of their own.
+
+    Torch's are those of the process, and threads would share them.
+    """
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=made))
+            parameter.copy_(
+                0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+            )
 
 
 def build_stage(stage: int) -> nn.Module:
@@ -32,23 +78,33 @@ def build_stage(stage: int) -> nn.Module:
 
 
 def read_microbatch(pipeline: int, index: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(100 * pipeline + index)
-    value = torch.randn(2, BATCH, WIDTH, dtype=torch.float64, generator=made)
+    generator = torch.Generator().manual_seed(100 * pipeline + index)
+    value = torch.randn(2, BATCH, WIDTH, dtype=torch.float64, generator=generator)
     return value[0], value[1]
 
 
-def gradients_alone(build: Callable[[int], nn.Module], stages: int, microbatches: Sequence[int]) -> list[list[Tensor]]:
+def gradients_alone(
+    build: Callable[[int], nn.Module], stages: int, microbatches: Sequence[int]
+) -> list[list[Tensor]]:
     """Gradients by stage, by one process; None where there are none."""
     model = nn.Sequential(*map(build, range(stages)))
     for pipeline, count in enumerate(microbatches):
         for index in range(count):
             value, target = read_microbatch(pipeline, index)
             (nn.functional.mse_loss(model(value), target) / sum(microbatches)).backward()
-    return [[parameter.grad for parameter in stage.parameters()] for stage in model]
+    gradients = []
+    for stage in model:
+        gradients.append([parameter.grad for parameter in stage.parameters()])
+    return gradients
 
 
-def with_workers(schedule: Source, run: Callable[[Place], T], failed: Iterable[Worker] = ()) -> dict[Worker, T]:
-    """Run a function on the place of each live worker, in a thread of its own; it may close its place."""
+def with_workers(
+    schedule: Source, run: Callable[[Place], T], failed: Iterable[Worker] = ()
+) -> dict[Worker, T]:
+    """Run a function on the place of each live worker, in a thread.
+
+    It may close its place.
+    """
     failed = schedule.failed if isinstance(schedule, Schedule) else failed
     routes, store = Routes.read(schedule, failed), HashStore()
 
@@ -60,13 +116,15 @@ def with_workers(schedule: Source, run: Callable[[Place], T], failed: Iterable[W
             place.close()
 
     with ThreadPoolExecutor(len(routes.workers)) as pool:
-        begun = {worker: pool.submit(run_worker, worker) for worker in routes.workers}
-        return {worker: future.result(TIMEOUT_SECONDS) for worker, future in begun.items()}
+        futures = {worker: pool.submit(run_worker, worker) for worker in routes.workers}
+        return {worker: future.result(TIMEOUT_SECONDS) for worker, future in futures.items()}
 
 
 def make_schedule(place: Place, modules: dict[int, nn.Module]) -> ReroutedSchedule:
-    return ReroutedSchedule([ReroutedStage(module, stage, place) for stage, module in modules.items()],
-                            nn.functional.mse_loss)
+    return ReroutedSchedule(
+        [ReroutedStage(module, stage, place) for stage, module in modules.items()],
+        nn.functional.mse_loss,
+    )
 
 
 def run_step(schedule: ReroutedSchedule) -> list[Tensor]:

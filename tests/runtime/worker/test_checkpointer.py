@@ -22,13 +22,18 @@ class OrderOverError(Exception):
 
 
 def setup_from(iteration: int) -> SimpleNamespace:
-    """What a worker is told of a run that begins with an iteration and saves every two."""
+    """What a worker is told of a run that saves every two iterations.
+
+    It begins with the iteration.
+    """
     common = SimpleNamespace(resilience=WorkerResilience(checkpoint_every=2), microbatches=(1,))
     return SimpleNamespace(common=common, first_iteration=iteration, read=NOTHING_READ)
 
 
-def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path, monkeypatch) -> None:
-    answers, real, told = threading.Event(), checkpoint._write_layers, list[Any]()
+def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(
+    tmp_path, monkeypatch
+) -> None:
+    answers, real, messages = threading.Event(), checkpoint._write_layers, list[Any]()
 
     def write(*arguments: Any) -> None:
         assert answers.wait(60)
@@ -36,7 +41,9 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
 
     monkeypatch.setattr(checkpoint, "_write_layers", write)
     setup, settings = setup_from(0), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
-    checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), told.append, Sharing())
+    checkpointer = Checkpointer(
+        cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), messages.append, Sharing()
+    )
     copied = list[int]()
 
     def save(iteration: int, *, over: bool = False) -> None:
@@ -44,29 +51,49 @@ def test_an_ended_order_ends_the_wait_for_a_disk_and_the_next_one_saves(tmp_path
             if over:
                 raise OrderOverError
 
-        checkpointer.save(iteration, lambda: copied.append(iteration) or {0: {"model.weight": torch.ones(3)}}, require)
+        checkpointer.save(
+            iteration,
+            lambda: copied.append(iteration) or {0: {"model.weight": torch.ones(3)}},
+            require,
+        )
 
     save(2)
     with pytest.raises(OrderOverError):
         save(4, over=True)
-    assert copied == [2] and not told
+    assert copied == [2] and not messages
     answers.set()
     save(4)
     checkpointer.begin_order(2, 5)
-    checkpointer.save_last(cast(Any, SimpleNamespace(first_iteration=5)), lambda: {0: {"model.weight": torch.ones(3)}})
+    checkpointer.save_last(
+        cast(Any, SimpleNamespace(first_iteration=5)), lambda: {0: {"model.weight": torch.ones(3)}}
+    )
     assert checkpointer.list_iterations()[-1] == 4, "that of 5 is a draft"
     checkpointer.publish_last(5)
-    assert {one.iteration for one in told if isinstance(one, CheckpointSaved)} == {2, 4, 5}
-    assert [one.iteration for one in told if isinstance(one, CheckpointSaved) and one.complete][-1] == 5
+    assert {message.iteration for message in messages if isinstance(message, CheckpointSaved)} == {
+        2,
+        4,
+        5,
+    }
+    assert [
+        message.iteration
+        for message in messages
+        if isinstance(message, CheckpointSaved) and message.complete
+    ][-1] == 5
     assert checkpointer.list_iterations()[-2:] == (4, 5)
 
 
-def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_that_runs_it_again(tmp_path) -> None:
+def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_that_runs_it_again(
+    tmp_path,
+) -> None:
     setup, settings = setup_from(0), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
-    checkpointer = Checkpointer(cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), lambda _: None, Sharing())
+    checkpointer = Checkpointer(
+        cast(Any, setup), cast(Any, settings), 1, Worker(0, 0), lambda _: None, Sharing()
+    )
 
     def save(iteration: int) -> None:
-        checkpointer.save(iteration, lambda: {0: {"model.weight": torch.full((3,), float(iteration))}})
+        checkpointer.save(
+            iteration, lambda: {0: {"model.weight": torch.full((3,), float(iteration))}}
+        )
         checkpointer._saving.wait()
 
     checkpointer.begin_order(1, 0)
@@ -79,7 +106,9 @@ def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_th
     save(4)
     checkpointer.begin_order(2, 4)
     checkpointer._saving.wait()  # until the draft is removed
-    assert checkpointer.list_iterations() == (0, 2) and not list((tmp_path / "checkpoints").glob(".saving*"))
+    assert checkpointer.list_iterations() == (0, 2) and not list(
+        (tmp_path / "checkpoints").glob(".saving*")
+    )
     save(4)
     checkpointer.begin_order(3, 5)
     checkpointer._saving.wait()
@@ -89,15 +118,31 @@ def test_a_draft_waits_for_the_commit_of_its_iteration_and_goes_with_an_order_th
 def test_checkpoints_hold_the_state_of_data_that_are_read_in_order(tmp_path) -> None:
     """Only some of the writers read data, and have it."""
     setup, settings = setup_from(2), SimpleNamespace(out=str(tmp_path), resume=None, config=tiny())
-    reader, other = (Checkpointer(cast(Any, setup), cast(Any, settings), 2, Worker(0, column), lambda _: None,
-                                  Sharing(), None, state)
-                     for column, state in enumerate((lambda iteration: {"read": iteration}, lambda _: None)))
+    reader, other = (
+        Checkpointer(
+            cast(Any, setup),
+            cast(Any, settings),
+            2,
+            Worker(0, column),
+            lambda _: None,
+            Sharing(),
+            None,
+            state,
+        )
+        for column, state in enumerate((lambda iteration: {"read": iteration}, lambda _: None))
+    )
     assert other.find_data_state(9) is None
     for iteration in (4, 6):
         for layer, checkpointer in ((1, reader), (0, other)):
-            checkpointer.save(iteration, lambda layer=layer: {layer: {"model.weight": torch.zeros(3)}})
+            checkpointer.save(
+                iteration, lambda layer=layer: {layer: {"model.weight": torch.zeros(3)}}
+            )
             checkpointer.allow_committed(iteration)
             checkpointer._saving.wait()
     for checkpointer in (reader, other):
-        assert [checkpointer.find_data_state(iteration) for iteration in (9, 6, 5, 3)] \
-            == [(6, {"read": 6}), (6, {"read": 6}), (4, {"read": 4}), None]
+        assert [checkpointer.find_data_state(iteration) for iteration in (9, 6, 5, 3)] == [
+            (6, {"read": 6}),
+            (6, {"read": 6}),
+            (4, {"read": 4}),
+            None,
+        ]

@@ -17,13 +17,17 @@ KIB = 20_000
 
 
 def freed_and_left() -> tuple[int, int]:
-    """KiB that a thread has freed and the process still has, before and after `trim_host_memory`."""
+    """KiB that a thread has freed and the process still has.
+
+    The two values are before and after `trim_host_memory`.
+    """
     kept = []
 
     def work():
-        held = [torch.ones(16 * 256) for _ in range(KIB // 16)]  # 16 KiB each: too small for pages of their own
+        # 16 KiB each: too small for pages of their own.
+        blocks = [torch.ones(16 * 256) for _ in range(KIB // 16)]
         kept.append(torch.ones(16 * 256))
-        held.clear()
+        blocks.clear()
 
     before = private_kib(os.getpid())
     thread = threading.Thread(target=work)
@@ -34,7 +38,9 @@ def freed_and_left() -> tuple[int, int]:
     return freed, private_kib(os.getpid()) - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and glibc keeps what is freed")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads /proc, and glibc keeps what is freed"
+)
 def test_what_a_thread_has_freed_goes_back_though_something_younger_lives():
     # A process whose heap holds nothing that older tests have freed.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:

@@ -24,15 +24,21 @@ THREAD = 1
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """A generation whose thread has been in a call for ten seconds, and whose order ended five seconds ago."""
+    """A generation whose thread has been in a call for ten seconds.
+
+    Its order ended five seconds ago.
+    """
     monkeypatch.setitem(OPEN_CALLS._calls, THREAD, OpenCall("receiving", time.monotonic() - 10))
-    made, told = GenerationRunner.__new__(GenerationRunner), []
-    made._ended_at, made._thread = time.monotonic() - 5, SimpleNamespace(ident=THREAD)
-    made._session = SimpleNamespace(is_quiescent=lambda: made.over, release=lambda: told.append("released"),
-                                    reduction_threads=list)
-    made._training = SimpleNamespace(free_microbatches=lambda: told.append("freed"))
-    made._send_paused, made.over, made.told = told.append, True, told
-    yield made
+    runner, calls = GenerationRunner.__new__(GenerationRunner), []
+    runner._ended_at, runner._thread = time.monotonic() - 5, SimpleNamespace(ident=THREAD)
+    runner._session = SimpleNamespace(
+        is_quiescent=lambda: runner.over,
+        release=lambda: calls.append("released"),
+        reduction_threads=list,
+    )
+    runner._training = SimpleNamespace(free_microbatches=lambda: calls.append("freed"))
+    runner._send_paused, runner.over, runner.told = calls.append, True, calls
+    yield runner
     OPEN_CALLS._abandoned.discard(THREAD)
 
 
@@ -53,17 +59,25 @@ def test_it_is_not_left_behind_while_the_device_may_write_what_the_worker_holds(
 
 
 def test_a_report_is_not_waited_for_once_the_order_has_ended(monkeypatch):
-    """Members are acknowledged only with one that runs no micro-batch, which may have died before it has reported."""
+    # Members are acknowledged only with one that runs no micro-batch, which may have died before it
+    # has reported.
     monkeypatch.setattr(iteration_reports, "ANSWER_SECONDS", 0.01)
-    made = GenerationRunner.__new__(GenerationRunner)
-    made._session, made._context = SimpleNamespace(abort=lambda: None), SimpleNamespace(group=None)
-    made._reports = IterationReports(SimpleNamespace(
-        order=SimpleNamespace(first_iteration=7), activity=SimpleNamespace(doing="", set_activity=lambda _: None),
-        context=SimpleNamespace(reporter=SimpleNamespace(gathered=False))))
-    made._reports._open = IterationReport(Worker(0, 0), 1, 7, 1.0, 0.1)
-    made.end_order()
+    runner = GenerationRunner.__new__(GenerationRunner)
+    runner._session, runner._context = (
+        SimpleNamespace(abort=lambda: None),
+        SimpleNamespace(group=None),
+    )
+    runner._reports = IterationReports(
+        SimpleNamespace(
+            order=SimpleNamespace(first_iteration=7),
+            activity=SimpleNamespace(doing="", set_activity=lambda _: None),
+            context=SimpleNamespace(reporter=SimpleNamespace(gathered=False)),
+        )
+    )
+    runner._reports._open = IterationReport(Worker(0, 0), 1, 7, 1.0, 0.1)
+    runner.end_order()
     with pytest.raises(GenerationEndedError):
-        made._reports.wait_until_acknowledged()
+        runner._reports.wait_until_acknowledged()
 
 
 def test_a_worker_that_waits_says_for_whom():

@@ -23,9 +23,13 @@ class Gone:
 
 
 def context_with(group):
-    return SimpleNamespace(group=group, device=CPU, layer_store=SimpleNamespace(drop_all=lambda: None),
-                           links=SimpleNamespace(close_idle=lambda: None),
-                           checkpointer=SimpleNamespace(begin_order=lambda *_: None))
+    return SimpleNamespace(
+        group=group,
+        device=CPU,
+        layer_store=SimpleNamespace(drop_all=lambda: None),
+        links=SimpleNamespace(close_idle=lambda: None),
+        checkpointer=SimpleNamespace(begin_order=lambda *_: None),
+    )
 
 
 def test_a_rank_that_takes_no_part_waits_for_no_other_whatever_became_of_its_last_order():

@@ -1,4 +1,7 @@
-"""A worker of several processes that is slow on purpose: what one waits for another is no work that takes longer."""
+"""A worker of several processes that is slow on purpose.
+
+What one waits for another is no work that takes longer.
+"""
 
 import threading
 import time
@@ -12,10 +15,15 @@ from slipstream.schedules.schedule import Op, OpKind, Worker
 
 CPU = torch.device("cpu")
 SLOW = Worker(0, 0)
-FACTOR, OPS = 40.0, 4
-BEHIND, OP = 0.005, 0.001
-"""Seconds: a rank begins so much later than the other, and an op computes for so long. Were it multiplied, the delay
-would be minutes."""
+FACTOR = 40.0
+OPS = 4
+BEHIND = 0.005
+"""Seconds by which a rank begins later than the other.
+
+Were they multiplied, the delay would be minutes.
+"""
+OP = 0.001
+"""Seconds for which an op computes."""
 
 
 def test_a_delay_of_one_rank_does_not_grow_from_op_to_op():

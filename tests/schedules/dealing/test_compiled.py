@@ -13,8 +13,8 @@ def test_what_it_compiles_is_all_that_dealing_calls():
     """numba compiles a function again for arguments of other types."""
     loops = improve_by_swaps, replay_iteration
     load_kernels()
-    compiled = [[*one.signatures] for one in loops]
+    compiled = [[*loop.signatures] for loop in loops]
     dealer, costs = Dealer(plan_job(grid(2, 2, 2)).schedule), np.ones((4, 3))
     dealt = dealer.deal(costs, seed=0, swaps=9)
     dealer.iteration_seconds([costs], [dealt.sample])
-    assert [[*one.signatures] for one in loops] == compiled and all(compiled)
+    assert [[*loop.signatures] for loop in loops] == compiled and all(compiled)

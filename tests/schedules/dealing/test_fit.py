@@ -13,10 +13,17 @@ SQUARES = [4096, 2048, 1024, 512, 1024, 512]
 
 @given(st.tuples(*[st.sampled_from([0.0, 0.5, 3.0])] * 3).filter(any), st.floats(1e-6, 1e3))
 def test_what_was_put_in_comes_out(relative, unit):
-    coefficients = [one * unit / scale for one, scale in zip(relative, (1, 64, 4096), strict=True)]
+    coefficients = [
+        value * unit / scale for value, scale in zip(relative, (1, 64, 4096), strict=True)
+    ]
     a, b, c = coefficients
-    found = fit_coefficients(TOKENS, SQUARES, [a + b * t + c * s for t, s in zip(TOKENS, SQUARES, strict=True)])
-    assert found.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9 * unit) and found.error < 1e-6
+    found = fit_coefficients(
+        TOKENS, SQUARES, [a + b * t + c * s for t, s in zip(TOKENS, SQUARES, strict=True)]
+    )
+    assert (
+        found.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9 * unit)
+        and found.error < 1e-6
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

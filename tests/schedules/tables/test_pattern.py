@@ -1,4 +1,7 @@
-"""Keys of failure patterns: equal exactly for failure sets that interchangeable pipelines turn into each other."""
+"""Keys of failure patterns.
+
+They are equal exactly for failure sets that interchangeable pipelines turn into each other.
+"""
 
 from itertools import combinations
 
@@ -39,24 +42,35 @@ def test_the_key_forgets_only_which_of_equal_pipelines_failed(data, job):
         shuffled |= dict(zip(members, data.draw(st.permutations(members)), strict=True))
     moved = {Worker(shuffled[worker.pipeline], worker.column) for worker in failed}
     pattern = pattern_of(failed, classes)
-    assert pattern_of(moved, classes) == pattern == pattern_of(representative_failures(pattern, classes), classes)
+    assert (
+        pattern_of(moved, classes)
+        == pattern
+        == pattern_of(representative_failures(pattern, classes), classes)
+    )
     assert len(representative_failures(pattern, classes)) == len(failed)
 
 
-@pytest.mark.parametrize("job", [grid(3, 2, 2), grid(2, 3, 2), grid(3, 2, [2, 3, 2]),
-                                 grid(3, 2, 2, times=USUAL + SLOW)])
+@pytest.mark.parametrize(
+    "job", [grid(3, 2, 2), grid(2, 3, 2), grid(3, 2, [2, 3, 2]), grid(3, 2, 2, times=USUAL + SLOW)]
+)
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 def test_every_pattern_is_listed_once(job, failures):
     classes = classes_of(job)
     listed = list(failure_patterns(failures, job.stages, classes))
-    there = {pattern_of(failed, classes) for failed in combinations(build_problem(job).grid.workers(), failures)}
+    there = {
+        pattern_of(failed, classes)
+        for failed in combinations(build_problem(job).grid.workers(), failures)
+    }
     keys = {pattern_key(pattern, classes) for pattern in listed}
     assert len(listed) == len(set(listed)) == len(keys) and set(listed) == there
 
 
 def test_keys_read_well():
     assert count_key(3) == "count-3"
-    assert pattern_key(pattern_of([Worker(2, 3), Worker(0, 2), Worker(2, 2)], (0, 0, 0)), (0, 0, 0)) == "pattern-2+2,3"
+    assert (
+        pattern_key(pattern_of([Worker(2, 3), Worker(0, 2), Worker(2, 2)], (0, 0, 0)), (0, 0, 0))
+        == "pattern-2+2,3"
+    )
     assert pattern_key(pattern_of([Worker(1, 0)], (0, 1, 0)), (0, 1, 0)) == "pattern-1:0"
 
 

@@ -1,4 +1,7 @@
-"""Tables as files: looked up without a solver, refused in one line when changed, cut or hostile."""
+"""Tables as files are looked up without a solver.
+
+They are refused in one line when changed, cut or hostile.
+"""
 
 import gzip
 import json
@@ -53,19 +56,24 @@ FAILURES = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A table with an entry for each count and pattern of up to two failures, and for each count up to three, also with
-    the slow worker among them."""
+    """A table with entries for counts and patterns of failures.
+
+    It has one for each count and pattern of up to two failures, and for each count up to three,
+    also with the slow worker among them.
+    """
     path = tmp_path_factory.mktemp("table")
     job = parse_job(JOB)
     basis = basis_of(job, OPTIONS)
     table_folder = TableFolder(path, basis)
     table_folder.reopen()
     plan = EntryPlanner(job, OPTIONS, basis)
-    tasks = [*(task for task in all_tasks(job, FAILURES, exact=False) if not task.failed),
-             *(task for task in all_tasks(job, 2, exact=True) if task.failed)]
+    healthy = [task for task in all_tasks(job, FAILURES, exact=False) if not task.failed]
+    tasks = healthy + [task for task in all_tasks(job, 2, exact=True) if task.failed]
     for task in tasks:
         table_folder.add_part(plan(task))
-    table_folder.publish([task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False)
+    table_folder.publish(
+        [task.key for task in tasks], JOB.encode(), max_failures=FAILURES, exact=False
+    )
     return path
 
 
@@ -88,7 +96,9 @@ def test_looked_up_schedules_are_valid_and_of_the_entrys_period(table, failed):
         return
     assert found is not None and check(found.schedule) == []
     entry = table.checked_schedule(found.key)
-    assert set(found.schedule.failed) == failed and found.schedule.period_ticks == entry.period_ticks
+    assert (
+        set(found.schedule.failed) == failed and found.schedule.period_ticks == entry.period_ticks
+    )
     assert decode(encode(found.schedule)) == found.schedule
     assert {seat.worker for seat in found.moves} <= set(WORKERS) - failed
     assert found.layers_to_load <= len(found.moves)
@@ -102,32 +112,63 @@ def test_lookup_is_deterministic(folder, table):
 
 
 def test_unknown_workers_are_refused(table):
-    with pytest.raises(ValueError, match=r"the job has no worker 3\.0; its grid is 3 pipelines x 3 stages"):
+    with pytest.raises(
+        ValueError, match=r"the job has no worker 3\.0; its grid is 3 pipelines x 3 stages"
+    ):
         table.lookup([Worker(3, 0)])
 
 
 def test_looking_up_needs_no_solver(folder):
     """The runtime may import this package alone."""
-    code = ("import sys; from pathlib import Path; from slipstream.schedules.tables.table import Table; "
-            f"from slipstream.schedules.schedule import Worker; "
-            f"print(Table.load(Path({str(folder)!r})).lookup([Worker(0, 1)]).key); "
-            "print([name for name in sys.modules"
-            " if name.startswith(('ortools', 'torch', 'scipy', 'slipstream.planner'))])")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=True,
-                            env={"PYTHONPATH": ":".join(path or "." for path in sys.path)})
+    code = (
+        "import sys; from pathlib import Path; from slipstream.schedules.tables.table import "
+        "Table; "
+        f"from slipstream.schedules.schedule import Worker; "
+        f"print(Table.load(Path({str(folder)!r})).lookup([Worker(0, 1)]).key); "
+        "print([name for name in sys.modules"
+        " if name.startswith(('ortools', 'torch', 'scipy', 'slipstream.planner'))])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+        env={"PYTHONPATH": ":".join(path or "." for path in sys.path)},
+    )
     key, modules = result.stdout.split("\n")[:2]
     assert key.startswith(("pattern-", "count-")) and modules == "[]"
 
 
 @settings(max_examples=60)
-@given(st.lists(general_schedules().filter(lambda schedule: all(seat.worker == seat.role for seat in schedule.seats)),
-                min_size=1, max_size=3))
+@given(
+    st.lists(
+        general_schedules().filter(
+            lambda schedule: all(seat.worker == seat.role for seat in schedule.seats)
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_entries_with_slices_and_layers_held(schedules):
-    """Each has its own slices, times and ticks; what it shares with the table is stored once."""
+    """Each entry has its own slices, times and ticks.
+
+    What it shares with the table is stored once.
+    """
     numbers: dict[bytes, int] = {}
     for schedule in schedules:
-        basis = Basis(job=schedule.job, tick_seconds=1.0, grid=schedule.grid, memory=None, backward=schedule.backward,
-                      times=schedule.times, optimizer=schedule.optimizer, method="m", time_limit=1.0, seed=0)
+        basis = Basis(
+            job=schedule.job,
+            tick_seconds=1.0,
+            grid=schedule.grid,
+            memory=None,
+            backward=schedule.backward,
+            times=schedule.times,
+            optimizer=schedule.optimizer,
+            method="m",
+            time_limit=1.0,
+            seed=0,
+        )
         entry = encode_entry("count-1", schedule, basis, numbers)
         assert entry.tick_seconds(basis) == schedule.tick_seconds
         same = msgspec.json.decode(msgspec.json.encode(entry), type=type(entry))
@@ -135,13 +176,17 @@ def test_entries_with_slices_and_layers_held(schedules):
 
 
 def test_tables_of_version_1_are_read(folder, table, tmp_path):
-    """A version 1 file has no key of version 2; its digest is that of its own text."""
+    # A version 1 file has no key of version 2; its digest is that of its own text.
     copy = tmp_path / "table"
     shutil.copytree(folder, copy)
     index = json.loads((copy / "index.json").read_bytes()) | {"version": 1, "sha256": ""}
     del index["basis"]["times"]["optimizer_of_layer"]
-    index["entries"] = [row for row in index["entries"] if "-with-" not in row["key"]  # have times of their own
-                        and not row["key"].startswith(roles_key(""))]
+    # Have times of their own.
+    index["entries"] = [
+        row
+        for row in index["entries"]
+        if "-with-" not in row["key"] and not row["key"].startswith(roles_key(""))
+    ]
     for row in index["entries"]:
         path = copy / "entries" / f"{row['key']}.json"
         entry = json.loads(path.read_bytes()) | {"version": 1}
@@ -151,11 +196,11 @@ def test_tables_of_version_1_are_read(folder, table, tmp_path):
     index["sha256"] = sha256_digest(json.dumps(index, separators=(",", ":")).encode())
     (copy / "index.json").write_text(json.dumps(index, separators=(",", ":")))
     old = Table.load(copy)
-    assert [old.checked_schedule(row.key) for row in old.rows()] == [table.checked_schedule(row.key)
-                                                                     for row in old.rows()]
+    schedules = [table.checked_schedule(row.key) for row in old.rows()]
+    assert [old.checked_schedule(row.key) for row in old.rows()] == schedules
 
 
-# --- Files that are not as they should be -----------------------------------------------------------------------------
+# --- Files that are not as they should be ---------------------------------------------------------
 
 
 def broken(folder, tmp_path, name, change):
@@ -166,16 +211,39 @@ def broken(folder, tmp_path, name, change):
     return copy
 
 
-@pytest.mark.parametrize(("name", "change", "says"), [
-    ("index.json", lambda data: data[:200], r"index\.json: no readable table"),
-    ("index.json", lambda data: b"", r"index\.json: no readable table"),
-    ("index.json", lambda data: b"[" * 10**5, r"index\.json: no readable table"),
-    ("index.json", lambda data: data.replace(b'"version":2', b'"version":7', 1), r"table format version 7; this"),
-    ("index.json", lambda data: data.replace(b"slipstream.table", b"slipstream.chair"), r"not a Slipstream table"),
-    ("index.json", lambda data: data.replace(b'"failures":1', b'"failures":2', 1), r"index\.json: changed since"),
-    ("entries/count-1.json", lambda data: data.replace(b"1", b"2", 1), r"count-1\.json: not as the index describes"),
-    ("programs.json.gz", lambda data: data[:-9], r"programs\.json\.gz: not as the index describes"),
-])
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("index.json", lambda data: data[:200], r"index\.json: no readable table"),
+        ("index.json", lambda data: b"", r"index\.json: no readable table"),
+        ("index.json", lambda data: b"[" * 10**5, r"index\.json: no readable table"),
+        (
+            "index.json",
+            lambda data: data.replace(b'"version":2', b'"version":7', 1),
+            r"table format version 7; this",
+        ),
+        (
+            "index.json",
+            lambda data: data.replace(b"slipstream.table", b"slipstream.chair"),
+            r"not a Slipstream table",
+        ),
+        (
+            "index.json",
+            lambda data: data.replace(b'"failures":1', b'"failures":2', 1),
+            r"index\.json: changed since",
+        ),
+        (
+            "entries/count-1.json",
+            lambda data: data.replace(b"1", b"2", 1),
+            r"count-1\.json: not as the index describes",
+        ),
+        (
+            "programs.json.gz",
+            lambda data: data[:-9],
+            r"programs\.json\.gz: not as the index describes",
+        ),
+    ],
+)
 def test_changed_files_are_refused_in_one_line(folder, tmp_path, name, change, says):
     with pytest.raises(TableError, match=says) as error:
         Table.load(broken(folder, tmp_path, name, change))
@@ -200,12 +268,16 @@ def forged(folder, tmp_path, **changes):
             (copy / "programs.json.gz").write_bytes(change)
             index = msgspec.structs.replace(index, programs_sha256=sha256_digest(change))
         elif key == "basis":
-            index = msgspec.structs.replace(index, basis=msgspec.structs.replace(index.basis, **change))
+            index = msgspec.structs.replace(
+                index, basis=msgspec.structs.replace(index.basis, **change)
+            )
         else:
             name = key.replace("_", "-")
             path = copy / "entries" / f"{name}.json"
             path.write_bytes(change(path.read_bytes()))
-            rows[name] = msgspec.structs.replace(rows[name], sha256=sha256_digest(path.read_bytes()))
+            rows[name] = msgspec.structs.replace(
+                rows[name], sha256=sha256_digest(path.read_bytes())
+            )
     index = with_digest(msgspec.structs.replace(index, entries=tuple(rows.values())))
     (copy / "index.json").write_bytes(encode_document(index))
     return copy
@@ -214,27 +286,56 @@ def forged(folder, tmp_path, **changes):
 def changed(**fields):
     def change(data):
         return json.dumps(json.loads(data) | fields).encode()
+
     return change
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"count_1": changed(period_ticks=1, lower_bound_ticks=0)}, "the schedule breaks a rule: period"),
-    ({"count_1": changed(seats=[[0]] * 8)}, "the schedule breaks a rule"),
-    ({"count_1": changed(seats=[[10**6]] * 8)}, "entry count-1: not readable"),
-    ({"count_1": changed(seats=[[-1]] * 8)}, "Expected `int` >= 0"),
-    ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
-    ({"count_1": changed(holds=[[[0, 3]]])}, "entry count-1: not readable"),
-    ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is not a range"),
-    ({"count_1": changed(holds=[[[0, 3]]] * 8)}, "times.optimizer_of_layer has 0 values; expected 3, one per layer"),
-    ({"count_1": changed(costs={"tick_seconds": 1.0, "slices": [[0, 1]] * 2})}, "missing required field `times`"),
-    ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
-    ({"count_1": changed(failed=[[7, 7]])}, "count-1.json: holds entry 'count-1', not the one"),
-    ({"count_1": lambda data: data.replace(b'"key"', b'"key":"count-1","key"', 1)}, "'key' is given twice"),
-    ({"programs": gzip.compress(b'{"format":"slipstream.programs","version":1,"programs":[[["F"]]]}')}, "not readable"),
-    ({"programs": b"no gzip"}, "programs.json.gz: not readable as gzip"),
-    ({"programs": gzip.compress(b'{"format":"slipstream.programs","version":1}')}, "programs.json.gz: no readable"),
-    ({"basis": {"tick_seconds": -1.0}}, "index.json: .*Expected `float` >= 1e-12 - at `..basis.tick_seconds`"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"count_1": changed(period_ticks=1, lower_bound_ticks=0)},
+            "the schedule breaks a rule: period",
+        ),
+        ({"count_1": changed(seats=[[0]] * 8)}, "the schedule breaks a rule"),
+        ({"count_1": changed(seats=[[10**6]] * 8)}, "entry count-1: not readable"),
+        ({"count_1": changed(seats=[[-1]] * 8)}, "Expected `int` >= 0"),
+        ({"count_1": changed(seats=[])}, "entry count-1: not readable"),
+        ({"count_1": changed(holds=[[[0, 3]]])}, "entry count-1: not readable"),
+        ({"count_1": changed(holds=[[[0, 10**9]]] * 8)}, r"\[0, 1000000000\] is not a range"),
+        (
+            {"count_1": changed(holds=[[[0, 3]]] * 8)},
+            "times.optimizer_of_layer has 0 values; expected 3, one per layer",
+        ),
+        (
+            {"count_1": changed(costs={"tick_seconds": 1.0, "slices": [[0, 1]] * 2})},
+            "missing required field `times`",
+        ),
+        ({"count_1": changed(key="count-2")}, "count-1.json: holds entry 'count-2'"),
+        ({"count_1": changed(failed=[[7, 7]])}, "count-1.json: holds entry 'count-1', not the one"),
+        (
+            {"count_1": lambda data: data.replace(b'"key"', b'"key":"count-1","key"', 1)},
+            "'key' is given twice",
+        ),
+        (
+            {
+                "programs": gzip.compress(
+                    b'{"format":"slipstream.programs","version":1,"programs":[[["F"]]]}'
+                )
+            },
+            "not readable",
+        ),
+        ({"programs": b"no gzip"}, "programs.json.gz: not readable as gzip"),
+        (
+            {"programs": gzip.compress(b'{"format":"slipstream.programs","version":1}')},
+            "programs.json.gz: no readable",
+        ),
+        (
+            {"basis": {"tick_seconds": -1.0}},
+            "index.json: .*Expected `float` >= 1e-12 - at `..basis.tick_seconds`",
+        ),
+    ],
+)
 def test_forged_tables_are_refused_in_one_line(folder, tmp_path, changes, says):
     with pytest.raises(TableError, match=says) as error:
         Table.load(forged(folder, tmp_path, **changes)).checked_schedule("count-1")
@@ -251,12 +352,14 @@ def test_keys_cannot_leave_the_folder(folder, tmp_path):
     copy = broken(folder, tmp_path, "index.json", bytes)
     index = read_index(copy)
     rows = (msgspec.structs.replace(index.entries[0], key="../../count-0"), *index.entries[1:])
-    (copy / "index.json").write_bytes(encode_document(with_digest(msgspec.structs.replace(index, entries=rows))))
+    (copy / "index.json").write_bytes(
+        encode_document(with_digest(msgspec.structs.replace(index, entries=rows)))
+    )
     with pytest.raises(TableError, match="is not the key of an entry"):
         Table.load(copy)
 
 
-# --- The tables that come with Slipstream -----------------------------------------------------------------------------
+# --- The tables that come with Slipstream ---------------------------------------------------------
 
 
 def test_an_entry_of_an_earlier_version_can_be_written_again(folder):

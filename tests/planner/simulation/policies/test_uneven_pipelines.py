@@ -13,8 +13,10 @@ from tests.planner.simulation.small import WHOLE, lose, run, scenario, spans, tr
 @pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.5, 1.0), (3.0,)])
 def test_layers_are_cut_by_the_speed_of_each_node(factors):
     layers = (1.0, 2.0, 1.0, 1.0, 3.0, 1.0)
-    best = min(max(time * factor for time, factor in zip(times, factors, strict=True))
-               for times in splits(layers, len(factors)))
+    stage_times = []
+    for times in splits(layers, len(factors)):
+        stage_times.append(max(time * factor for time, factor in zip(times, factors, strict=True)))
+    best = min(stage_times)
     assert divide_by_speed(layers, factors).step == pytest.approx(best)
 
 
@@ -25,15 +27,22 @@ def test_a_node_that_is_far_too_slow_gets_no_layer():
 
 
 def test_elaswave_gives_a_stage_with_fewer_replicas_fewer_layers():
-    """3 x 2 workers, 8 layers of 3/8 s a stage: two of three replicas take 6 layers of 9/16 s, three take 10."""
+    """Two of three replicas take 6 layers of 9/16 s, three take 10.
+
+    The job has 3 x 2 workers, and 8 layers of 3/8 s a stage.
+    """
     policy = POLICIES["elaswave"](scenario())
     now = 6 * 9 / 16 + 10 * 3 / 8 + 5 * 10 * 3 / 8
     assert policy.rate((1, 0)) == pytest.approx(WHOLE * (21 + 1) / (now + 1))
     result = simulate_policy(policy, trace(lose(100.0, 0)))
     old = 18 / (21 * 1.5 + 1)
     assert result.useful_rates[-1] == pytest.approx(policy.rate((1, 0)))
-    assert spans(result)[1:5] == [("SWITCH", 2.0), ("LOST", 3.0),
-                                  ("SWITCH", 2.0), ("LOST", (9 - 3 * old) / result.useful_rates[-1])]
+    assert spans(result)[1:5] == [
+        ("SWITCH", 2.0),
+        ("LOST", 3.0),
+        ("SWITCH", 2.0),
+        ("LOST", (9 - 3 * old) / result.useful_rates[-1]),
+    ]
 
 
 def test_malleus_and_resihp_cut_the_broken_pipeline():
@@ -47,5 +56,7 @@ def test_malleus_and_resihp_cut_the_broken_pipeline():
 
 
 def test_resihp_goes_on_with_the_gpus_that_are_left_and_malleus_with_a_power_of_two():
-    left = {name: [POLICIES[name].alive_gpus(alive, 8) for alive in range(9)] for name in ("malleus", "resihp")}
-    assert left == {"malleus": [0, 1, 2, 2, 4, 4, 4, 4, 8], "resihp": list(range(9))}
+    gpus = {}
+    for name in ("malleus", "resihp"):
+        gpus[name] = [POLICIES[name].alive_gpus(alive, 8) for alive in range(9)]
+    assert gpus == {"malleus": [0, 1, 2, 2, 4, 4, 4, 4, 8], "resihp": list(range(9))}
