@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,25 @@ class AllWatches:
         for watch in watches:
             found |= Watch.sockets(watch)
         return found
+
+
+def take_turns(functions: Iterable[Callable[..., T]]) -> list[Callable[..., T]]:
+    """Return functions that call these, of which at most one runs at a time.
+
+    Torch's schedules save and restore the state of the process's generator. While torch holds the
+    generator's lock, Python's collector may run, and wait for the GIL. A thread that has the GIL
+    meanwhile and waits for that lock never gets it.
+    """
+    lock = threading.Lock()
+
+    def in_turn(function: Callable[..., T]) -> Callable[..., T]:
+        def call(*arguments: Any) -> T:
+            with lock:
+                return function(*arguments)
+
+        return call
+
+    return [in_turn(function) for function in functions]
 
 
 def draw_parameters(module: nn.Module, seed: int) -> None:
