@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from slipstream.runtime.replay.python_exit import finish_before_exit
+from slipstream.runtime.replay.python_exit import start_thread
 
 Work = Callable[[], None]
 
@@ -69,10 +69,7 @@ class BackgroundQueue:
             self._pending.append((work, ready))
             # A thread ends when the queue is empty, so that an idle queue costs none.
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=finish_before_exit(self._run), daemon=True, name=self._name
-                )
-                self._thread.start()
+                self._thread = start_thread(self._name, self._run)
 
     def wait(self) -> None:
         """Wait until all work is done, and raise the error of any that failed.

@@ -13,7 +13,7 @@ from slipstream.runtime.replay.gloo import GlooBackend
 from slipstream.runtime.replay.group_store import GroupStore, order_key_prefix
 from slipstream.runtime.replay.membership import worker_of_process
 from slipstream.runtime.replay.nccl import NcclBackend
-from slipstream.runtime.replay.python_exit import finish_before_exit
+from slipstream.runtime.replay.python_exit import start_thread
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.stuck_calls import OPEN_CALLS
 from slipstream.runtime.replay.torch_groups import Group, Store
@@ -303,6 +303,4 @@ def _close_in_background(entries: list[_CachedGroup]) -> None:
     """Close groups in a new thread, as this may wait without limit."""
     # The list moves to the thread, which empties it: no reference may stay with the caller.
     if entries:
-        threading.Thread(
-            target=finish_before_exit(_close_groups, entries), daemon=True, name="closing"
-        ).start()
+        start_thread("closing", _close_groups, entries)

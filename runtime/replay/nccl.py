@@ -19,7 +19,7 @@ from torch.distributed import Work
 
 from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.backend import GroupRendezvous
-from slipstream.runtime.replay.python_exit import finish_before_exit
+from slipstream.runtime.replay.python_exit import start_thread
 from slipstream.runtime.replay.sockets import Sockets
 from slipstream.runtime.replay.torch_groups import Group, NcclGroup, TCPStore, create_nccl_group
 from slipstream.runtime.replay.transfers import TRANSFER_TIMEOUT
@@ -164,11 +164,7 @@ class Communicator:
 
         The thread aborts the communicator if the generation ends.
         """
-        threading.Thread(
-            target=finish_before_exit(self._connect_and_probe, directed),
-            daemon=True,
-            name="connecting",
-        ).start()
+        start_thread("connecting", self._connect_and_probe, directed)
 
     def __getattr__(self, name: str) -> Callable[..., Work]:
         """Return the method of torch's group that starts an operation: `send`, `allreduce`, ..."""
@@ -213,9 +209,7 @@ class Communicator:
         # NCCL's abort may block, and one is enough.
         if not self._aborting:
             self._aborting = True
-            threading.Thread(
-                target=finish_before_exit(self._abort_group), daemon=True, name="aborting"
-            ).start()
+            start_thread("aborting", self._abort_group)
 
     def _connect_and_probe(self, directed: bool) -> None:
         """Connect, and run one operation, so that NCCL creates what a first operation needs.
@@ -256,11 +250,7 @@ class Communicator:
         # One thread for each last operation, however often this is asked.
         if last is not None and self._watched_work is not last:
             self._watched_work = last
-            threading.Thread(
-                target=finish_before_exit(self._wait_for_work, last),
-                daemon=True,
-                name="waiting for NCCL",
-            ).start()
+            start_thread("waiting for NCCL", self._wait_for_work, last)
         return self._ended_work is last
 
     def _wait_for_work(self, work: Work) -> None:
@@ -402,8 +392,4 @@ class NcclBackend:
     def _abort_pending(self, communicators: Collection[Communicator]) -> None:
         """Start, for each communicator, a thread that aborts it if operations stay pending."""
         for communicator in communicators:
-            threading.Thread(
-                target=finish_before_exit(communicator.abort_unless_quiescent),
-                daemon=True,
-                name="ending",
-            ).start()
+            start_thread("ending", communicator.abort_unless_quiescent)

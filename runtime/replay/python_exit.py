@@ -7,6 +7,7 @@ exception", although the program may have succeeded.
 
 import atexit
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -47,6 +48,16 @@ def finish_before_exit(
             _UNFINISHED.discard(unfinished)
 
     return call
+
+
+def start_thread(
+    name: str, function: Callable[P, object], *arguments: P.args, **options: P.kwargs
+) -> threading.Thread:
+    """Start a daemon thread that calls `function` as `finish_before_exit` does; return it."""
+    call = finish_before_exit(function, *arguments, **options)
+    thread = threading.Thread(target=call, daemon=True, name=name)
+    thread.start()
+    return thread
 
 
 def has_exit_begun() -> bool:

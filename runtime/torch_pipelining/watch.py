@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from slipstream.runtime.protocol.channel import enable_keepalive
-from slipstream.runtime.replay.python_exit import finish_before_exit, has_exit_begun
+from slipstream.runtime.replay.python_exit import has_exit_begun, start_thread
 from slipstream.runtime.replay.sockets import Sockets, identify_sockets
 
 POLL_SECONDS = 0.05
@@ -50,10 +50,7 @@ class Watch:
         self._accepted: list[socket.socket] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=finish_before_exit(self._run), daemon=True, name="watching another process"
-        )
-        self._thread.start()
+        self._thread = start_thread("watching another process", self._run)
 
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
         """Watch the process at `address` from now on; None: watch no process.
