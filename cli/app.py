@@ -86,7 +86,10 @@ class _CommandGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return name, loaded command and other arguments. Exits 2 for an unknown command."""
+        """Return name, loaded command and other arguments.
+
+        Exits 2 for an unknown command, and for a rehearsal of `train` that cannot happen.
+        """
         # Explain what typer cannot: a removed command, a typing error, and for `train`, what is
         # impossible on this machine before torch is imported.
         if args[0] == "benchmark":
@@ -103,14 +106,14 @@ class _CommandGroup(TyperGroup):
         return name, load_command(args[0]) if command else None, rest
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the command line; if it is empty, print the help and exit 2."""
+        """Parse the command line; print the help, exiting 2, if a user gave none."""
         if not args and not ctx.resilient_parsing:  # not where a shell completes
             sys.stdout.write(ctx.get_help() + "\n")
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write what the program does, its commands, and its options."""
+        """Write the usage, what the program does, its commands, and its options."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         write_section("Commands", COMMANDS, formatter)
@@ -135,7 +138,11 @@ class _CommandGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the program. Exits 2 for an invalid command line, with one line on stderr."""
+        """Run the program, and exit with its status.
+
+        The status is 2 for an invalid command line, with one line on stderr. Raises
+        KeyboardInterrupt after Ctrl-C. Without `standalone_mode`, only click's method runs.
+        """
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
@@ -163,7 +170,10 @@ def _format_as_clause(message: str) -> str:
 
 
 def load_command(name: str) -> Any:
-    """Import the module of a command; return the command with its options."""
+    """Import the module of a command; return the command with its options.
+
+    Raises KeyboardInterrupt after the import if Ctrl-C was pressed during it.
+    """
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     with delay_interrupts():
         module = importlib.import_module(f"slipstream.cli.{name}")

@@ -24,10 +24,10 @@ from slipstream.schedules.schedule import Schedule
 from slipstream.schedules.text_excerpt import render_excerpt
 
 MAX_GRIDS = 3
-"""Number of violations in a file that are drawn; further ones are only listed."""
+"""Largest number of violations of a schedule that are drawn; others are only listed."""
 
 PROOF_SECONDS = 60.0
-"""Time limit of CP-SAT for a bound that only a search can prove."""
+"""Time limit of CP-SAT, in seconds, for a bound that only a search can prove."""
 
 Bound = Annotated[
     bool,
@@ -94,7 +94,7 @@ def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> Non
 def _read_schedules(
     files: Sequence[Path], unreadable: list[dict[str, object]]
 ) -> Iterator[ScheduleInFile]:
-    """Yield all schedules of files and tables; add files that cannot be read to `unreadable`."""
+    """Yield schedules of files and tables; print unreadable ones, and add them to `unreadable`."""
     for path in files:
         try:
             yield from read_schedules(path)
@@ -104,10 +104,7 @@ def _read_schedules(
 
 
 def _describe_bound(schedule: Schedule, proven: int | None) -> str:
-    """Return a clause on the bound in a file, and on the one `proven` here.
-
-    `proven` is in ticks; None: nothing was to be proven.
-    """
+    """Return a clause on a file's bound, and the ticks `proven` (None: not tried)."""
     # A file may state no bound, one that was not to be proven here, or one that was.
     claimed = duration(schedule.seconds(schedule.lower_bound_ticks))
     if schedule.gap is None:

@@ -41,7 +41,7 @@ Short = Annotated[
 
 
 class _Variant(msgspec.Struct, frozen=True):
-    """Plan in the demo's table, each made with one more technique than the one before."""
+    """Plan in the demo's table, beside the period that was published for it, or ""."""
 
     name: str
     plan: Plan
@@ -69,7 +69,7 @@ def demo(out_dir: Out = Path("out/demo"), short: Short = False, json: Json = Fal
 
 
 def _plan_worked_example() -> list[_Variant]:
-    """Plan the published example with more and more techniques; print and draw the plans."""
+    """Plan the published example in five ways; print the periods, and draw two plans."""
     job = read_job(JOBS / "worked-example.toml")
     out.rule("Planning: 3 pipelines x 4 stages x 6 micro-batches")
     with err.status("planning"):
@@ -208,7 +208,11 @@ def _train_one(schedule: Schedule, config: RunConfig, folder: Path, title: str) 
 
 
 def count_agreeing_digits(left: Sequence[float], right: Sequence[float]) -> int:
-    """Return to how many significant digits, at most 16, all numbers of two series agree."""
+    """Return to how many significant digits, at most 16, all numbers of two series agree.
+
+    The result is 16 for empty series, and may be negative. Raises ValueError if the series have
+    different lengths. Numbers must be finite.
+    """
     worst = max(
         (abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in zip(left, right, strict=True)),
         default=0.0,

@@ -32,7 +32,7 @@ PACKAGES = (
 )
 SEARCH_SECONDS = 2.0
 SELF_TEST_SECONDS = 60.0
-"""Time limit of the self-test, which takes a few seconds on an idle machine."""
+"""Longest wait for the self-test's processes, in seconds; they usually take a few."""
 EXAMPLE = Path(__file__).parent / "jobs" / "worked-example.toml"
 PERIOD = 30.0
 """Shortest period, by proof, of the published example with worker 1.2 down, in seconds."""
@@ -117,7 +117,7 @@ def _check_packages() -> Iterator[Finding]:
 
 
 def _check_backends() -> Iterator[Finding]:
-    """Yield findings about devices that compute and backends that transfer."""
+    """Yield findings about devices, backends that transfer, and the compiled search."""
     # torch is imported late: what is installed is shown first, even if torch is broken.
     try:
         with delay_interrupts():

@@ -212,11 +212,7 @@ def export(
 
 
 def _export_plan(file: Path, exporter: Exporter, arguments: Mapping[str, Any]) -> None:
-    """Call `exporter` with the schedule in `file`, or with a job if it takes jobs.
-
-    `arguments` are the exporter's options by name. Exits unless the schedule keeps all rules, and
-    has the pipeline of --pipeline.
-    """
+    """Call `exporter` with the schedule or job in `file`; exit if it cannot be exported."""
     if "job" in exporter.modules and file.suffix == ".toml":
         _import_exporter(exporter.modules["job"]).export_job(read_job_or_refuse(file), **arguments)
         return

@@ -1,8 +1,8 @@
 """Define what all commands share: the layout of their help.
 
-The help shows options in groups (`rich_help_panel`), one or two lines for each, readable at 80
-columns. The metavar (SEC, FILE, N) tells the kind of an option's value. The valid range is not
-shown; the error for a value outside of it states it.
+The help shows options in groups (`rich_help_panel`), readable at 80 columns. The metavar (SEC,
+FILE, N) tells the kind of an option's value. The valid range is not shown; the error for a value
+outside of it states it.
 """
 
 import re
@@ -69,7 +69,7 @@ EXAMPLES = {
 }
 """Two examples of each command, at the end of its help."""
 MAX_NAME_WIDTH = 24
-"""Width of option names, in characters; a longer name has a line of its own."""
+"""Largest width of the names' column, in characters; a longer name has its own line."""
 
 
 class Command(TyperCommand):
@@ -85,7 +85,7 @@ class Command(TyperCommand):
                 formatter.write(f"  {example}\n")
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Exits 2 if an output may not replace the file that is there."""
+        """Run the command. Exits 2 if an output may not be written (`require_no_overwriting`)."""
         require_no_overwriting(self.get_params(ctx), ctx.params)
         return super().invoke(ctx)
 

@@ -187,11 +187,7 @@ def _replay_samples(
 def _read_costs(
     lengths: Path, dealer: Dealer, attention: float, context: int | None
 ) -> npt.NDArray[np.float64]:
-    """Return times of F, I and W over their means, [iterations, samples, (stages,) 3].
-
-    The file `lengths` has measured times, or the lengths of documents. From lengths, times are
-    estimated with the share `attention`; a sample of more than `context` tokens is refused.
-    """
+    """Return times of F, I and W over their means, [iterations, samples, (stages,) 3]."""
     # The file has measured times, or lengths, which `attention` and `context` turn into times.
     if lengths.suffix == SUFFIX:
         trace_costs = read_straggler_trace(lengths).sample_costs()[:MAX_ITERATIONS]

@@ -46,7 +46,7 @@ from slipstream.schedules.tables.pattern import dead_column, settled_key
 from slipstream.schedules.tables.table import Table, library_names
 
 PLAN_SECONDS = 10.0
-"""Time limit of planning for failures that the table does not cover."""
+"""Time limit, in seconds, of planning for failures that the table does not cover."""
 
 Folder = Annotated[
     Path,

@@ -386,10 +386,7 @@ def new(context: typer.Context, request: NewRequest) -> None:
 
 
 def _refuse_unused_options(context: typer.Context, way: str) -> None:
-    """Exit 2 for an option without effect on a job made from a `way`.
-
-    A `way` is "preset", "trace", "config" or "model".
-    """
+    """Exit 2 for an option without effect on a job made from a `way`."""
     # `way` is "preset", "trace", "config" or "model".
     for parameter in context.command.params:
         name, source = parameter.name or "", context.get_parameter_source(parameter.name or "")
@@ -633,11 +630,7 @@ def _parse_one(*choices: str) -> Callable[[str], str]:
 
 
 def _ask_for(question: str, default: str | None, read: Callable[[str], T], option: str) -> T:
-    """Return the user's answer as `read` parses it; ask again if that raises ValueError.
-
-    An empty line answers `default` (None: nothing). If there is no answer, as in a script, exit 2
-    with a message that names `option`.
-    """
+    """Return the user's answer, asking until `read` parses it; exit 2 without one."""
     while True:
         try:
             answer: Any = typer.prompt(question, default=default, err=True)

@@ -179,7 +179,10 @@ def profile(
 
 
 def job_tables(job: Job, measured: "Profile") -> dict[str, Any]:
-    """Return the tables of a job file like `job`, with the measured times and memory."""
+    """Return the tables of a job file like `job`, with what was measured.
+
+    Times are in seconds, and memory in KiB. What is not measured is as in `job`.
+    """
     stages = measured.stages
     longest = max(
         max(stage.forward, stage.backward_input, stage.backward_weight) for stage in stages
@@ -256,7 +259,11 @@ def build_layer_table(measured: "Profile", first: int) -> dict[str, Any]:
 
 
 def fit_length_costs(measured: "Profile") -> dict[str, Any]:
-    """Return `[training.length_costs]`, costs by documents' lengths, from a profile of layers."""
+    """Return `[training.length_costs]`, costs by documents' lengths, from a profile of layers.
+
+    Each op has three coefficients for each layer, all 0 if it was not measured; `error` is that of
+    the fit, relative to the times.
+    """
     # A cost is a sum of three terms (`CoefficientFit`), fitted for each op of each layer.
     table: dict[str, Any] = {}
     errors = []
@@ -281,7 +288,7 @@ def fit_length_costs(measured: "Profile") -> dict[str, Any]:
 
 
 def _memory_sizes(stages: "Sequence[StageProfile]") -> dict[str, list[int]]:
-    """Return keys of the job file's [memory], with a value in KiB for each stage."""
+    """Return keys of the job file's [memory] or [layers], in KiB by stage or layer."""
     recomputed_sizes = [
         stage.recomputed_bytes for stage in stages if stage.recomputed_bytes is not None
     ]

@@ -128,7 +128,7 @@ def _print_figure(figure: Figure) -> None:
 
 
 def render_markdown(figure: Figure) -> str:
-    """Return a figure's table, findings and assumptions, in Markdown."""
+    """Return a figure's title, table, findings and assumptions, in Markdown."""
     lines = [
         f"# {figure.title}",
         "",

@@ -56,7 +56,7 @@ SIGNS: dict[EventGroup, tuple[str, str]] = {
 }
 TRACE = "trace.json"
 MAX_EVENTS = 3000
-"""Largest number of events on a page; of more, the least important groups are dropped."""
+"""Largest number of events on a page; of more, groups are dropped, then the earliest."""
 _LEAST_IMPORTANT: tuple[EventGroup, ...] = (
     "order",
     "layers",
@@ -68,7 +68,11 @@ _LEAST_IMPORTANT: tuple[EventGroup, ...] = (
 
 
 def run_page(run: RunRecord, page: Path) -> bytes:
-    """Return a run's HTML page in UTF-8, with links relative to the file `page`."""
+    """Return a run's HTML page in UTF-8, with links relative to the file `page`.
+
+    Schedules and the trace are read from the run's folder. Left out are those that cannot be read,
+    and schedules beyond `MAX_OPS` ops in all.
+    """
     # The data of scripts: what can be zoomed, opened or pointed at.
     series, (events, left_out) = build_points(run), _select_events(notable_events(run))
     schedules = _read_schedules(run)
@@ -273,10 +277,7 @@ def _render_generation(run: RunRecord, generation: GenerationRecord, page: Path)
 
 
 def _render_ops(run: RunRecord) -> str:
-    """Return an HTML table of the last generation's ops, planned and measured.
-
-    It is "" if the schedule or the trace cannot be read, or the trace has none of those ops.
-    """
+    """Return an HTML table of the last generation's ops, planned and measured; "" without."""
     generation = run.generations[-1] if run.generations else None
     try:
         trace = read_measured_trace(run.folder / TRACE)

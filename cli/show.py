@@ -261,10 +261,7 @@ def _print_written(path: Path, hint: str) -> None:
 def _build_answer(
     given: Sequence[ScheduleInFile], iterations: Sequence[MeasuredIteration]
 ) -> dict[str, object]:
-    """Return the JSON answer: of one schedule, or a list of several under `schedules`.
-
-    With each schedule go the measured periods of `iterations`.
-    """
+    """Return the JSON answer: of one schedule, or a list of several under `schedules`."""
     measured = [
         {"iteration": item.iteration, "period": measured_period(item)} for item in iterations
     ]

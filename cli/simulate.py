@@ -466,10 +466,7 @@ def _choose_policies(names: list[str] | None) -> list[type[Policy]]:
 def _trace_maker(
     request: SimulateRequest, job: Job, dead: Sequence[Worker]
 ) -> Callable[[int], AvailabilityTrace]:
-    """Return a function that makes an availability trace for the job from a seed.
-
-    With --failed, only the workers in `dead` are lost, whatever the seed.
-    """
+    """Return a function that makes an availability trace for the job from a seed."""
     # By the request, the workers `dead` are down, or failures are those of a file, or drawn.
     gpus = request.gpus or job.ranks
     if request.failed:
@@ -651,10 +648,7 @@ def _describe_grid(job: Job) -> str:
 
 
 def _describe_search(steps: int | None) -> str:
-    """Return a line on how long each plan was searched for.
-
-    `steps` is the value of --steps; None: not given.
-    """
+    """Return a line on how long each plan was searched for."""
     searched = (
         f"{PLAN_SECONDS:g} s each, at most {SETTLE_SECONDS:g} s where layers move, in counted steps"
         if steps is None

@@ -7,10 +7,10 @@ PROGRAM = "slipstream"
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line, and exit with its status.
 
-    Ctrl-C ends it at any time with one line and exit status 130, a full disk with status 2, and a
-    closed pipe without a line and with status 141.
+    Ctrl-C ends it at any time with one line and status 130, a file that cannot be written, as on a
+    full disk, with status 2, and a closed pipe without a line and with status 141.
     """
     try:
         import io
@@ -100,7 +100,7 @@ def _flush_stdout() -> None:
 
 
 def exit_despite_planning(code: object) -> None:
-    """Exit with status `code` at once, if threads still plan for an ended run."""
+    """Exit at once with status `code` (None: 0), if threads still plan a run."""
     # Otherwise the interpreter would wait for them.
     import os
     import threading

@@ -254,11 +254,7 @@ def table(request: TableRequest) -> None:
 def _read_placed_job(
     request: TableRequest, plan_options: PlanOptions
 ) -> tuple[Job, Job | None, str]:
-    """Return the job to plan for, the job before recomputation was chosen, and the text.
-
-    The second is None if there was no choice, and the text is the job file's. With --job-out, all
-    have the best placement.
-    """
+    """Return the job to plan for, the job before recomputation was chosen, and the text."""
     # The second is None if there was no choice of layers that recompute.
     try:
         text = read_job_text(request.job, request.settings or ())
@@ -276,7 +272,6 @@ def _read_placed_job(
 def _place_job(request: TableRequest, job_out: Path, text: str, plan_options: PlanOptions) -> str:
     """Return the job file's text with the best placement, from `job_out` or from a search.
 
-    If `job_out` exists, its placement is taken; otherwise a search finds one and writes it there.
     Exits 2 if `job_out` is of another job, or is missing for a --share.
     """
     # What a search finds is written to `job_out`, so that the next command plans for the same. An
@@ -315,10 +310,7 @@ def _to_share(text: str | None) -> Share:
 
 @contextmanager
 def _show_progress(*, is_whole: bool) -> Iterator[CountCallback]:
-    """Yield a function that shows how many entries are finished.
-
-    The entries are those of the whole table if `is_whole`, else of its part that --share asks for.
-    """
+    """Yield a function that shows how many entries are finished."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -26,7 +26,7 @@ MAX_OPS = 1_000_000
 """Largest number of ops that a page stores, which take about 15 MB of text."""
 
 Columns = dict[str, Any]
-"""Ops as lists of numbers, one for each field."""
+"""Ops by field: lists of numbers, and their kinds as a text."""
 
 
 class ShownSchedule(msgspec.Struct, frozen=True):
@@ -145,10 +145,7 @@ def _encode_seat(schedule: Schedule, seat: Seat, track: int) -> list[Any]:
 
 
 def _common_panel(schedule: Schedule, name: str, second: float, transfer: float) -> dict[str, Any]:
-    """Return the fields that all panels have, with times in a unit of `second` seconds.
-
-    `name` is the panel's name; a transfer takes `transfer` of these units.
-    """
+    """Return the fields that all panels have, with times in a unit of `second` seconds."""
     grid, memory = schedule.grid, schedule.memory
     sizes = (
         list(zip(memory.activation, memory.weight_stash, strict=True))
@@ -202,12 +199,9 @@ def _encode_rules() -> list[dict[str, Any]]:
 def _encode_tracks(
     schedule: Schedule, programs: Sequence[tuple[Worker, Sequence[Op]]], transfer: int
 ) -> tuple[list[Columns], int]:
-    """Return each role's program as numbers, and the ticks of the unit of these numbers.
-
-    The pairs in `programs` are a role and the ops to draw for it. The unit is the largest that
-    divides all their times and the duration `transfer`, in ticks (0: it does not count).
-    """
-    # Each program comes with a role that runs it. The largest unit makes the numbers smallest.
+    """Return each role's program as numbers, and the ticks of the unit of these numbers."""
+    # Each program comes with a role that runs it. The largest unit that divides all times makes the
+    # numbers smallest.
     ticks: Iterable[int] = (
         tick for _, ops in programs for op in ops for tick in (op.start_ticks, op.end_ticks)
     )
@@ -219,10 +213,7 @@ def _encode_tracks(
 
 
 def _encode_columns(schedule: Schedule, pipeline: int, ops: Sequence[Op], unit: int) -> Columns:
-    """Encode a program's ops for the page, by field; times are multiples of `unit` ticks.
-
-    `pipeline` is that of the role that runs the program.
-    """
+    """Encode a program's ops for the page, by field; times are multiples of `unit` ticks."""
     # Starts are stored as differences, which have fewer digits; overlapped all-reduces, which run
     # beside other ops, in a list of their own.
     overlapped = [op for op in ops if schedule.has_overlap and op.kind is OpKind.A]

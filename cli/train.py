@@ -227,10 +227,7 @@ def _lead_run(
 
 
 def _find_tokens_per_sample(job: Job, config: RunConfig) -> int | None:
-    """Return the number of tokens in a sample.
-
-    None if a user's own model may read other things than tokens.
-    """
+    """Return the number of tokens in a sample; None if it may have other content."""
     # A model of the user's own may read anything, unless the job names tokens.
     model, training = config.model, config.training
     is_own = ":" in model.name and model.hugging_face is None and model.torchtitan is None
@@ -331,8 +328,9 @@ def look_up_or_plan(
 ) -> tuple[Schedule, float | None]:
     """Return the first schedule, and the fault-free period in seconds (None: not known).
 
-    The schedule is taken from the table, or planned now if the table has none. Exits 2 for options
-    or absent workers that cannot be used, and 1 if no plan can exist.
+    The schedule is taken from the table, or planned now if the table has none; Ctrl-C ends that
+    with the best plan by then. Exits 2 for options or absent workers that cannot be used, and 1 if
+    no plan is found.
 
     Parameters
     ----------

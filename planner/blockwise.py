@@ -106,7 +106,8 @@ def choose_blocks(
     """Choose the number of blocks of a job so that it is planned within `seconds`.
 
     Return None if the job is planned whole: it fits into the time, or blocks would be too short to
-    fill the pipelines. Raises TooLargeError if even to join and check the plans takes too long.
+    fill the pipelines. Raises TooLargeError if even to join and check the plans takes too long, or
+    a whole plan where blocks are too short. Errors of `plan_block` pass.
 
     Parameters
     ----------
@@ -173,7 +174,7 @@ def _even_block_count(number: int, job: Job) -> int:
 def sample_of(job: Job, ops_of: OpsOf, size: int) -> Job:
     """Return a copy of a job with fewer micro-batches, to measure the planner's pace.
 
-    The copy has about `size` compute ops, as counted by `ops_of`, or more.
+    The copy has about `size` compute ops, as counted by `ops_of`, or more; all of a smaller job.
     """
     blocks = max(1, min(ops_of(job) // size, min(job.microbatches) // job.chains))
     sample = next(blocks_of(job, blocks))
@@ -220,7 +221,7 @@ def blocks_of(job: Job, count: int) -> Iterator[Job]:
 def plan_in_blocks(job: Job, how: Blocks, bound: Bound, plan_block: PlanBlock) -> Schedule:
     """Plan a job in the blocks that `how` says; return their joined, checked schedule.
 
-    The schedule records `bound`, the lower bound of the whole job.
+    The schedule records `bound`, the lower bound of the whole job. Errors of `plan_block` pass.
     """
     # Equal blocks are planned once.
     blocks = list(blocks_of(job, how.number))

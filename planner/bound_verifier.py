@@ -35,9 +35,10 @@ def proven_bound(schedule: Schedule, budget: Budget | None = None) -> Bound:
 
     The alternatives have the same live workers with the same memory, and the freedom that
     `Schedule.scope` names. If micro-batches may be cut or layers moved, the bound counts the costs
-    of layers that the file records; for older files without them, only the total work and the
-    optimizer step of a layer. With a budget, CP-SAT also tries to prove the bound that the file
-    states, if the problem is small and the stated bound exceeds the one proven without a search.
+    of layers that the file records; for older files without them, if layers moved, only the total
+    work and the optimizer step of a layer. Over placements it is then 0. With a budget, CP-SAT also
+    tries to prove the bound that the file states, if the problem is small, of whole stages in
+    place, and the stated bound exceeds the one proven without a search.
 
     The schedule must have passed the checker. Raises ContradictionError if its file contradicts
     itself about a value that bounds read (`stated_question`).

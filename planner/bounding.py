@@ -25,7 +25,7 @@ def bounding_problem_in(
 ) -> Problem:
     """Return the problem, costs rounded down, whose bounds hold for all schedules of a scope.
 
-    Raises NoPlanError if no schedule can exist.
+    The scope is OWN, STAGES or PLACE. Raises NoPlanError if no schedule can exist.
     """
     # The narrow problem gives the larger bounds, but only for schedules that share no more work.
     problem = options.make_problem(job, failed, down=True)
@@ -78,10 +78,7 @@ def role_bounds(job: Job, failed: Collection[Worker], options: PlanOptions) -> R
 
 
 def _without_state(job: Job) -> Job:
-    """Return a copy of the job that ignores the memory of sharded optimizer state.
-
-    So bounds hold for any failures: state that failed workers leave to others is not counted.
-    """
+    """Return a copy of the job that ignores the memory of sharded optimizer state."""
     # State of failed workers takes memory from those that take it over, and a schedule file says
     # how much only for its own failures.
     return msgspec.structs.replace(

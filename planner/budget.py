@@ -106,10 +106,10 @@ class Clock:
         return self
 
     def join(self, other: "Clock") -> None:
-        """Ignore the clock of an ended thread; a `StepClock` takes over its steps."""
+        """Ignore the clock of an ended thread; a `StepClock` takes over its time."""
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameters that end a solve after these seconds of this clock."""
+        """Return the CP-SAT parameters that end a solve after these seconds, at least 0.01."""
         return {"max_time_in_seconds": max(0.01, seconds)}
 
     def format_duration(self, seconds: float) -> str:
@@ -144,7 +144,10 @@ class StepClock(Clock):
         self.steps = max(self.steps, other.steps)
 
     def solver_limits(self, seconds: float) -> dict[str, float]:
-        """Return the CP-SAT parameters that end a solve after these seconds of this clock."""
+        """Return the CP-SAT parameters that end a solve after these seconds of this clock.
+
+        A solve has at least 0.001 units of CP-SAT's deterministic time.
+        """
         # CP-SAT's deterministic time counts its work, in units of its own.
         return {"max_deterministic_time": max(1e-3, seconds / STEP_SECONDS * SOLVER_UNITS_PER_STEP)}
 
@@ -244,9 +247,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, deadline=deadline)
 
     def fork(self) -> "Budget":
-        """Return a budget for a concurrent thread, with its own clock and counters.
+        """Return a budget for a concurrent thread, with its own counters.
 
-        When the thread has ended, `join` takes over its time and counts.
+        If steps are counted, its clock is its own, too. When the thread has ended, `join` takes
+        over its time and counts.
         """
         return msgspec.structs.replace(self, clock=self.clock.fork(), tally=Tally())
 

@@ -1,8 +1,8 @@
 """Build the candidates of a search for a job and its failures.
 
-With layers in place, these are the problem as it is, in which live holders share micro-batches, and
-layouts that cut some micro-batches within a stage (`planner.layout.fixed`). If layers may move, all
-layouts of `planner.layout` are candidates, too.
+With layers in place, these are the problem as it is, in which live holders may share micro-batches,
+and layouts of `planner.layout.fixed`, most of which cut some micro-batches within a stage. If
+layers may move, all layouts of `planner.layout` are candidates, too.
 """
 
 import math
@@ -107,11 +107,7 @@ def build_candidates(
 
 
 def _can_layouts_gain(options: PlanOptions, problem: Problem | None) -> bool:
-    """Return whether cut stages or unequal memories can make a layout better than `problem`.
-
-    In `problem`, stages are whole and layers in place. None: there is no such problem, and no
-    layout in place either.
-    """
+    """Return whether cut stages or unequal memories can make a layout better than `problem`."""
     return problem is not None and (
         problem.has_unequal_memory
         or (options.slices and problem.can_cut_stages and problem.grid.chains == 1)

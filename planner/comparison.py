@@ -31,10 +31,27 @@ def plan_in_rounds(
 ) -> Plan | None:
     """Return the shortest plan of any candidate, the first of equals; None without any plan.
 
-    All candidates are planned in the first round; in the other rounds only those with the shortest
-    plans, `finalists` of them. The function `plan_candidate` returns None for a candidate without a
-    plan. The comparison ends early at a period of `floor` seconds, which no candidate can beat, at
-    Ctrl-C, or if another plan would probably end after the `deadline` on the clock.
+    All candidates are planned in the first round, and only those with the shortest plans in the
+    others. The comparison ends early once no candidate can beat the shortest plan, after an
+    interrupted plan (the result then counts as interrupted), or if another plan would probably end
+    after the deadline.
+
+    Parameters
+    ----------
+    candidates
+        Candidates, each at most once.
+    rounds
+        Options of each round, and its seconds.
+    plan_candidate
+        Function that plans a candidate with options, or returns None if it has no plan.
+    clock
+        Clock of the search.
+    finalists
+        Number of candidates after the first round.
+    floor
+        Period in seconds that no candidate can beat.
+    deadline
+        Time on the clock after which no plan should end.
     """
     # If list schedules end before their seconds, the choice does not depend on the clock.
     shortest: Plan | None = None

@@ -1,10 +1,10 @@
 """Compile the planner's inner loops (`planner.kernel`) with numba, once per installation.
 
 The machine code is stored on disk. The install step compiles it (`python -m
-slipstream.planner.compiled`). Otherwise, a plan with a limit in seconds starts another process that
-compiles, and uses list schedules only until then; all other callers wait. numba compiles again if
-the source, Python, numba or the processor has changed. If no folder is writable, every process
-compiles for itself.
+slipstream.planner.compiled`). Otherwise, `plan_with` and `normalised` with a limit in seconds start
+another process that compiles, and use list schedules only until then; all other callers wait. numba
+compiles again if the source, Python, numba or the processor has changed. If no folder is writable,
+every process compiles for itself.
 """
 
 import contextlib
@@ -63,8 +63,10 @@ def load_kernel() -> None:
 
 
 def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
-    """Compile the inner loops unless done before; announce that by a line of progress."""
-    # It takes some 20 seconds.
+    """Compile the inner loops unless done before; announce that by a line of progress.
+
+    This blocks for some 20 s, or longer while another process compiles them.
+    """
     if is_compiled():
         return
     progress(COMPILING if can_store_machine_code() else COMPILING_EACH_TIME)
@@ -77,7 +79,7 @@ def ensure_compiled(progress: ProgressCallback = ignore_progress) -> None:
 
 
 def compile_in_background(progress: ProgressCallback = ignore_progress) -> None:
-    """Start a process that compiles the inner loops; use plain Python until it has ended.
+    """Start a process that compiles the inner loops; use plain Python until it has.
 
     Do nothing if the loops are compiled. With plain Python, plans are list schedules only. If no
     folder for machine code is writable, compile in this process and wait.

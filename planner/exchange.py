@@ -61,10 +61,24 @@ def exchange_roles(
 ) -> Plan | None:
     """Return the shortest plan in which live workers have exchanged roles.
 
-    The result is None if no such plan is found, if the live workers are alike, or if optimizer
-    state is sharded. All candidates, chosen by `bounds`, are planned in a share of the time limit,
-    then the best few again in the rest. The search ends early at a period of `floor` seconds, which
-    no plan can beat, at Ctrl-C, or before a plan that would probably exceed the limit.
+    The result is None if no such plan is found, if the live workers are alike or too many to bound,
+    or if optimizer state is sharded. All candidates are planned in a share of the time limit, then
+    the best few again in the rest. The search ends early at a period of `floor`, at Ctrl-C, or
+    before a plan that would probably exceed the limit. Raises JobError if layouts are tried and a
+    stage has no layer.
+
+    Parameters
+    ----------
+    failed
+        Workers that are down.
+    options
+        Options of the plans, with the limit of them all.
+    bounds
+        Bounds by which candidates are chosen.
+    clock
+        Clock of the search.
+    floor
+        Period in seconds that no plan can beat.
     """
     params, seconds = options.params.roles, options.limit_seconds
     # Counted steps need no deadline: each plan stops after its own.
@@ -114,7 +128,19 @@ def candidate_assignments(
     """Return the assignments of workers to roles that are worth planning, best lower bound first.
 
     Of equals, those that move fewer workers come first. There are at most `MAX_PLANNED`, and none
-    whose bound `clock` left no time to compute. The list is empty if optimizer state is sharded.
+    whose bound there was no time to compute. The list is empty if optimizer state is sharded, or if
+    `bounds` has no distributions.
+
+    Parameters
+    ----------
+    failed
+        Workers that are down.
+    options
+        Options of the plans; bounds take the share `RoleParams.compared` of their limit.
+    bounds
+        Bounds that give the best distributions of vacant roles and unlike workers.
+    clock
+        Clock of the search.
     """
     # How much sharded state a worker keeps depends on its column.
     params = options.params.roles
@@ -181,10 +207,7 @@ def _assign(
     vacant: tuple[Worker, ...],
     unlike: Sequence[Sequence[Worker]],
 ) -> Assignment:
-    """Return an assignment that moves few workers.
-
-    Roles in `vacant` stay empty, and each column gets the unlike workers that `unlike` has for it.
-    """
+    """Return an assignment with these vacant roles and unlike workers that moves few workers."""
     grid = [
         Worker(pipeline, column)
         for pipeline in range(job.pipelines)
@@ -252,10 +275,20 @@ def seat_players(
 ) -> Schedule | None:
     """Return a copy of a schedule of roles, with workers in its seats.
 
-    The `assignment` says which worker plays each role. The `schedule` is of the job of
-    `with_assignment`; the result has the speeds and memory of `job` itself. The result is None if
-    it would break a rule, if the schedule counts memory in another unit than the job, or if no live
-    worker has the parameters of some column and none may be loaded from a checkpoint.
+    The result has the speeds and memory of `job`. It is None if it would break a rule, if the
+    schedule counts memory in another unit than the job, or if no live worker has the parameters of
+    some column and none may be loaded from a checkpoint.
+
+    Parameters
+    ----------
+    schedule
+        Schedule of the job of `with_assignment`.
+    failed
+        Workers that are down.
+    assignment
+        Assignment that says which worker plays each role.
+    from_checkpoint
+        Whether parameters may be loaded from a checkpoint.
     """
     # Some live worker of each column must send its layers to those that take its roles.
     players, memory = dict(assignment.players), schedule.memory
@@ -304,10 +337,7 @@ def seat_players(
 
 
 def _with_weights(schedule: Schedule, job: Job) -> Schedule:
-    """Return a copy whose memory and times also record each layer's weights and optimizer step.
-
-    A schedule without a memory, or whose memory has weights, is returned as it is.
-    """
+    """Return a copy whose memory and times also record each layer's weights and optimizer step."""
     # A schedule file needs them for seats whose held layers are not those of their role.
     memory, times = schedule.memory, schedule.times
     if memory is None or memory.weights:

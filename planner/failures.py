@@ -1,7 +1,7 @@
 """Schedules that a run requests when workers fail, slow down or return.
 
-The schedules come from a table, or are planned while the run continues. They are of the same job as
-the schedule that the run began with. NoPlanError is raised if there is none.
+The schedules come from a table, or are planned during the run. They are of the same job as the
+schedule that the run began with. NoPlanError is raised if there is none.
 """
 
 import math
@@ -31,7 +31,7 @@ from slipstream.schedules.tables.table import Table
 from slipstream.schedules.timing import period_at
 
 ROUNDING = 1e-9
-"""Tolerance for rounding when rooms are compared, in the schedule's units of memory."""
+"""Tolerance when rooms are rounded down to units of memory, in these units."""
 
 
 class FailurePlanner:
@@ -77,7 +77,7 @@ class FailurePlanner:
         The schedule is from the table, or made by the list schedulers. Roles and layers stay in
         place unless no such schedule exists, or the table has one with moved roles whose shorter
         period makes up for the pause to load layers within `FailureParams.pause_pays_seconds`.
-        Raises NoPlanError if there is none.
+        Raises NoPlanError if there is none, KeyboardInterrupt if Ctrl-C ends a plan in place.
         """
         # The table's schedules, with roles moved and in place, cost next to nothing to look up;
         # one in place is planned only if the table has none.
@@ -98,9 +98,10 @@ class FailurePlanner:
     def at_speeds(self, down: tuple[Worker, ...], speeds: Speeds) -> Schedule:
         """Return the schedule to continue with when `down` have failed and others are slow.
 
-        Each of `speeds` is a worker and the factor by which its ops take longer. Of a new plan, the
-        run's first schedule and the table's, the result is the one with the shortest period at
-        these speeds. Raises NoPlanError if there is none.
+        Each of `speeds` is a worker and the factor by which its ops take longer; if there are none,
+        the new plan is for those of the job. Of a new plan and, where they fit, the run's first
+        schedule and the table's, the result is the one with the shortest period at these speeds.
+        Raises NoPlanError without a new plan, KeyboardInterrupt if Ctrl-C ends it.
         """
         # A schedule that is better searched, for other speeds, may still be shorter than a quick
         # plan for these.
@@ -122,7 +123,7 @@ class FailurePlanner:
 
         The layers that each worker holds now are `held_layers`. Slow workers are those in `speeds`;
         if it is empty, those of the job. Raises NoPlanError if there is none, as when some layer
-        has no live holder.
+        has no live holder, and JobError if a stage has no layer.
         """
         # No job is too large: with `holds`, jobs are planned whole in any time.
         options = msgspec.structs.replace(self._greedy, holds=held_layers)
@@ -136,7 +137,7 @@ class FailurePlanner:
         The layers that each worker holds now are `held_layers`. Slow workers are those in `speeds`.
         If it is empty, they are those of the job; if, moreover, all hold the layers of their own
         columns, the table's schedule is returned if it has one. Raises NoPlanError if there is
-        none.
+        none, JobError if a stage has no layer.
         """
         in_table = None if speeds else self._settled_in_table(down, held_layers)
         if in_table is not None:
@@ -154,7 +155,7 @@ class FailurePlanner:
 
         To run it, all workers load a checkpoint. Slow workers are those in `speeds`; if it is
         empty, those of the job. Raises NoPlanError if there is none, or if the job is too large to
-        be planned in time.
+        be planned in time, and JobError if a stage has no layer.
         """
         options = msgspec.structs.replace(self._greedy, layers="move", from_checkpoint=True)
         with _as_no_plan_error():
@@ -235,10 +236,7 @@ class FailurePlanner:
         return entry.schedule if fits else None
 
     def _plan_schedule(self, job: Job, down: tuple[Worker, ...], seconds: float) -> Schedule:
-        """Return a schedule for the failures `down`, by the list schedulers in about `seconds`.
-
-        If no live worker holds a column's layers, roles move, within a time limit of their own.
-        """
+        """Return a schedule for the failures `down`, by the list schedulers in about `seconds`."""
         params, ops = self._params, _max_changed_ops(job, down)
         options = msgspec.structs.replace(self._greedy, time_limit=seconds)
         # The larger the job, the less is tried: no cut micro-batches, then only the first plan.
@@ -259,11 +257,7 @@ class FailurePlanner:
         return self._with_true_bound(planned.schedule)
 
     def _plan_even_late(self, job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Plan:
-        """Return a plan, even if the job is too large for the limit in `options`.
-
-        It is then planned with a limit of `large_seconds` (a parameter), since a late plan is
-        better than none.
-        """
+        """Return a plan, even if the job is too large for the limit in `options`."""
         # A plan that takes longer is better than none.
         try:
             return plan_only(options, job, down)
@@ -301,7 +295,10 @@ def with_speeds(job: Job, speeds: Speeds) -> Job:
 
 
 def has_room(job: Job, schedule: Schedule) -> bool:
-    """Return whether each worker with a memory of its own has room for its ops."""
+    """Return whether all workers have room for their ops, given memories of their own.
+
+    True if the job gives no worker its own, or the schedule records no memory.
+    """
     if job.memory is None or schedule.memory is None or not job.memory.capacity_of:
         return True
     schedule = _with_own_rooms(job, schedule)
@@ -336,10 +333,7 @@ def _plan_with_moved_roles(job: Job, down: tuple[Worker, ...], options: PlanOpti
 
 
 def _relabelled_normal_form(job: Job, down: tuple[Worker, ...], options: PlanOptions) -> Schedule:
-    """Return the `normal_form` for as many failures, its roles played by the live workers.
-
-    Live are all workers but `down`. Raises NoPlanError if they cannot take over the roles.
-    """
+    """Return the `normal_form` for as many failures, its roles played by the live workers."""
     job = slow_while_alive(job, down)
     relabelled = relabel_schedule(
         normal_form(job, len(down), options).schedule, down, held_elsewhere=True, nodes=job.nodes

@@ -37,7 +37,7 @@ def use_plain_python() -> None:
 
 
 def is_compiled() -> bool:
-    """Return whether the machine code is loaded, or stored and newer than the source."""
+    """Return whether the machine code is loaded, or stored and no older than the source."""
     kernel = _compiled_kernel()
     if kernel.anneal.signatures or not can_store_machine_code():
         return bool(kernel.anneal.signatures)

@@ -82,9 +82,9 @@ class WindowBounds:
     """
 
     def __init__(self, problem_of: ProblemOf, params: RoleParams = DEFAULTS.roles) -> None:
-        """Build the problem without failures, by calling `problem_of`.
+        """Build the problem without failures, by calling `problem_of`, whose errors pass.
 
-        In the problems that this function returns, any live holder of a stage may run any
+        In the problems that `problem_of` returns, any live holder of a stage may run any
         micro-batch.
         """
         self._problem_of, self._kept = problem_of, params.distributions
@@ -97,7 +97,7 @@ class WindowBounds:
         self._best: dict[int, list[RankedDistribution]] = {}
 
     def column_bound(self, column: int, down: int) -> int:
-        """Return a bound on the period, in ticks, with `down` or more roles vacant."""
+        """Return a bound in ticks if `down` or more roles of a column are vacant."""
         if down == 0:
             column = 0  # the same plan, whatever the column
         # With more vacant roles the period is never shorter: the bound for fewer holds, too.
@@ -240,7 +240,7 @@ def arrange_vacancies(
 def candidate_vacancies(
     job: Job, windows: WindowBounds, failures: int, params: RoleParams = DEFAULTS.roles
 ) -> list[tuple[Worker, ...]]:
-    """Return sets of vacant roles worth planning, best first, at most one of each pattern."""
+    """Return sets of vacant roles worth planning, promising ones first, one of each pattern."""
     # Those of the best distributions, then, on small grids, one of every pattern.
     problem = build_problem(job)
     grid, classes = problem.grid, pipeline_classes(problem.grid, problem.times, problem.memory)
@@ -256,10 +256,7 @@ def candidate_vacancies(
 
 
 def _few_patterns(failures: int, columns: int, classes: Sequence[int], limit: int) -> list[Pattern]:
-    """Return all patterns of `failures` failed workers; an empty list if there are over `limit`.
-
-    `classes` has the class of each pipeline, equal for pipelines that are alike.
-    """
+    """Return all patterns of `failures` failed workers; an empty list if there are over `limit`."""
     # A lower limit of their number is known at once; only if it is small are they listed.
     if failures > limit or math.comb(columns, min(failures, columns // 2)) > limit:
         return []
@@ -278,10 +275,10 @@ def normal_form(
 ) -> Plan:
     """Return the best plan found for this number of failures, over choices of vacant roles.
 
-    The result depends on job, number and options alone. The plan's schedule has the vacant roles as
-    its `failed`, and every other worker in its own role. Raises NoPlanError if so many failures
-    leave some stage without a live worker, however roles are assigned, or if nothing fits;
-    TooLargeError if the limit is too short for the job.
+    The choice does not depend on which workers fail. The plan's schedule has the vacant roles as
+    its `failed`, and every other worker in its own role. The inner loops are compiled first. Raises
+    NoPlanError if so many failures leave some stage without a live worker, however roles are
+    assigned, or if nothing fits; JobError as `plan_only`.
 
     Parameters
     ----------
@@ -391,8 +388,9 @@ def normalised(
 ) -> Plan:
     """Return the best plan for these failed workers, with other roles if they shorten it.
 
-    Moved roles are tried even if layers may move, although they are a special case of that. The
-    plan is never longer than the one with roles in place. Raises JobError for unknown workers, if
+    Moved roles are tried even if layers may move, although they are a special case of that; without
+    failures, only if no plan in place is found. The plan is never longer than the one with roles in
+    place. Compilation and Ctrl-C are as in `plan_job`. Raises JobError for unknown workers, if
     layouts are tried and a stage has no layer, or if the limit is too short for the job
     (TooLargeError); NoPlanError if no plan is found, in place or moved.
 
@@ -454,8 +452,8 @@ def normalised(
 def plan_moved_roles(job: Job, failed: Sequence[Worker], options: PlanOptions) -> Plan:
     """Return the best plan found in which live workers may take other roles.
 
-    No plan in place is made for comparison. Raises NoPlanError if none is found, TooLargeError if
-    the limit is too short for the job.
+    No plan in place is made for comparison. The inner loops are compiled first. Raises NoPlanError
+    if none is found, JobError as `plan_only`.
     """
     ensure_compiled()
     plan = _improve_with_roles(
@@ -484,10 +482,7 @@ def _improve_with_roles(
     progress: ProgressCallback,
     clock: Clock,
 ) -> Plan | None:
-    """Return the shorter of `best` and a plan with moved roles; None without either.
-
-    `moving` says whether layers may move in `best`.
-    """
+    """Return the shorter of `best` and a plan with moved roles; None without either."""
     # Bounds: of distributions, and of all assignments of roles.
     job = _with_usual_rooms(slow_while_alive(job, failed), failed)
     try:

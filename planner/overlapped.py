@@ -3,7 +3,7 @@
 A schedule is first searched as if reductions took no time: they delay no compute op of the same
 iteration. If the result is not proven to be the best, a second one is searched as if they took half
 their time, so that workers that reduce most finish first. The last micro-batches of each worker
-then take routes of single layers, so that their W can be done layer by layer: the reduction of some
+then take routes of short slices, so that their W can be done slice by slice: the reduction of some
 layers begins while the W of others is still to be done (DDP's buckets, Li et al., VLDB 2020, arXiv
 2006.15704, where the backward itself is cut, from the last layer on). Ops keep their worker and
 their order except for these W. Several numbers of cut micro-batches and two orders of the W are
@@ -70,7 +70,8 @@ def without_reductions(job: Job, share: float = 0.0) -> Job:
     """Return a copy of the job whose reductions take only a `share` of their time.
 
     In the copy, reductions do not overlap compute. The time by which overlapped reductions slow
-    down a stage's compute is added to its optimizer step.
+    down a stage's compute is added to its optimizer step. Both are rounded to four significant
+    digits.
     """
     # That time is the same whenever the reductions run.
     reductions, optimizer = job.time.all_reduce, job.time.optimizer
@@ -171,8 +172,9 @@ def add_overlapping_reductions(
 ) -> Schedule:
     """Add the job's overlapping reductions to a schedule that was made without them.
 
-    Return the shortest schedule found in the budget. In this schedule, each worker's last
-    micro-batches may be cut into ranges of a slice's layers, so that reductions start earlier.
+    Return the shortest schedule found in the budget; one without cuts is always made. In it, each
+    worker's last micro-batches may be cut into ranges of a slice's layers, so that reductions start
+    earlier. Its ticks and units of memory may be finer.
 
     Parameters
     ----------
@@ -187,7 +189,7 @@ def add_overlapping_reductions(
     budget
         Limit of the search.
     params
-        Numbers of cut micro-batches to try.
+        Numbers of cut micro-batches, and of ranges, to try.
     """
     # Large schedules try one number of cut micro-batches only.
     ops = sum(len(schedule.programs[seat.program]) for seat in schedule.seats)
@@ -248,10 +250,7 @@ def overlapped_period(schedule: Schedule, job: Job, params: OverlapParams) -> fl
 
 
 def _in_layer_ticks(schedule: Schedule, job_layers: "_JobLayers | None") -> Schedule:
-    """Return the schedule with ticks and memory units in which costs of layers are integers.
-
-    The schedule stays the same. Without `job_layers`, it is returned as it is.
-    """
+    """Return the schedule with ticks and memory units in which costs of layers are integers."""
     if job_layers is None:
         return schedule
     memory, costs = schedule.memory, schedule.times.of_layers
@@ -298,11 +297,7 @@ def _shortest_cut(
     params: OverlapParams,
     budget: Budget | None = None,
 ) -> Schedule:
-    """Return the shortest schedule with reductions, over `counts` of cut micro-batches.
-
-    A schedule without cuts is always made, and no other without `job_layers`. No further number is
-    tried once `budget` has ended; None: no limit.
-    """
+    """Return the shortest schedule with reductions, over `counts` of cut micro-batches."""
     # Without a cut, there is always a schedule.
     best = _OverlapBuilder(schedule, job, job_layers, 0, 1).build_schedule()
 
@@ -489,11 +484,7 @@ class _OverlapBuilder:
         }
 
     def _cut_program(self, program: Program) -> _LayerParts:
-        """Return a program's compute ops, with those of the last micro-batches cut.
-
-        As many micro-batches are cut as the builder's `count` says. The result also has the ranges
-        that the worker reduces.
-        """
+        """Return a program's compute ops, those of the last micro-batches cut, and reductions."""
         reduced = [
             self._old.layers_of(op.slice)
             for op in program
@@ -593,10 +584,7 @@ class _OverlapBuilder:
 def _with_start_times(
     schedule: Schedule, reduced: Sequence[Sequence[LayerRange]], number: Mapping[LayerRange, int]
 ) -> Schedule:
-    """Return the schedule timed anew, with the reductions of its programs.
-
-    By program, `reduced` has the ranges of layers to reduce; `number` has the slice of each range.
-    """
+    """Return the schedule timed anew, with the ranges that each program reduces, in `reduced`."""
     # Compute first; reductions delay none of it.
     computed = _place_compute(schedule)
     reductions = _place_reductions(schedule, computed, reduced, number)
@@ -668,10 +656,7 @@ def _place_reductions(
     reduced: Sequence[Sequence[LayerRange]],
     number: Mapping[LayerRange, int],
 ) -> dict[Worker, list[Op]]:
-    """Return each worker's reductions, as early as the `computed` ops allow.
-
-    By program, `reduced` has the ranges of layers; `number` has the slice of each range.
-    """
+    """Return each worker's reductions, as early as the `computed` ops allow."""
     # When the last W of each range of layers ends, and who reduces it.
     ends: dict[LayerRange, int] = defaultdict(int)
     for op in chain.from_iterable(computed.values()):

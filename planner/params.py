@@ -47,26 +47,27 @@ Changes = Annotated[tuple[tuple[Field, AtLeastOne], ...], Meta(min_length=1)]
 class ParamsError(ValueError):
     """Error for a file of parameters that cannot be read.
 
-    The message names the file, the key and what is expected.
+    The message names the file and, for a wrong value, its key and what is expected.
     """
 
 
 class Choice(NamedTuple):
-    """Pair of an assignment rule and a dispatch rule, tried before all other pairs."""
+    """Pair of an assignment rule and a dispatch rule, tried before all combinations."""
 
     assignment: Annotated[int, Meta(ge=0, le=3)]
     """Index of the assignment rule in `ASSIGNMENT_RULES`."""
     limits: tuple[float, int] | None
     """Limits on micro-batches in flight: slope and extra for `scale_in_flight_limits`.
 
-    None: there are no limits, and the order is chosen as if transfers took no time.
+    None: there are no limits, the order is chosen as if transfers took no time, and the fields
+    below do not count.
     """
     lookahead: float
     make_room: bool
 
 
 class LayoutChoice(NamedTuple):
-    """Dispatch rule that is tried first if a layout gives the worker of each unit.
+    """Dispatch rule that is tried early if a layout gives the worker of each unit.
 
     The fields are those of `DispatchRule`, except that `fill_wait` is in durations of an F: before
     a worker's first I or B, it starts no F if an I or B becomes ready within that time.
@@ -86,13 +87,16 @@ class ListParams(
     """Parameters of the search over list schedules: rules to combine, then random changes."""
 
     share: Share = 0.3
-    """Share of the time for list schedules if there is only the problem in place."""
+    """Share of the time for list schedules of the problem in place, if annealing follows.
+
+    It is that of a search with this problem as its only candidate.
+    """
     most_steps: Count = 1000
-    """Largest number of randomly changed dispatch rules that are tried for one problem."""
+    """Largest number of random changes for one subproblem, except in `LayoutParams.restarts`."""
     fewest_steps: Count = 8
-    """Minimum number of random rules, however large the problem, while there is time."""
+    """Number of random changes allowed however large the problem, while there is time."""
     most_ops: Count = 20_000_000
-    """Largest number of ops in all schedules by random rules together, for one problem."""
+    """Largest number of ops in all schedules by random changes together, for one problem."""
     starts: AtLeastOne = 4
     """Number of the best rules tried first, from which random changes start."""
     stale_steps: AtLeastOne = 150
@@ -108,7 +112,7 @@ class ListParams(
     Until then, all combinations of rules are tried in turn.
     """
     assignment_steps: Share = 0.5
-    """Share of the random changes that exchange the workers of units, not the dispatch rule."""
+    """Share of the random changes that exchange workers of re-routed units, where they may."""
     changes: Changes = (
         ("in_flight", 28),
         ("fill_wait", 15),
@@ -155,9 +159,9 @@ class ListParams(
     )
     """Numbers of places by which a change moves a micro-batch before its turn; negative: after."""
     least_advance: int = -32
-    """Smallest value that is drawn for `DispatchRule.advance`, times `fractions`."""
+    """Smallest value that is drawn for `advance` and `gradient_advance`, times `fractions`."""
     most_advance: int = 48
-    """Largest value that is drawn for `DispatchRule.advance`, times `fractions`."""
+    """Largest value that is drawn for `advance` and `gradient_advance`, times `fractions`."""
     fractions: AtLeastOne = 8
     """Denominator of the fractions that are drawn as values of a dispatch rule's fields."""
     shortlist: Annotated[tuple[Choice, ...], Meta(min_length=1)] = tuple(
@@ -393,7 +397,10 @@ class LayoutParams(
     fewer_helpers: Share = 0.005
     """Fraction by which the longest load may grow if fewer healthy pipelines help."""
     largest_shared: Count = 100_000
-    """Product of micro-batches and stages up to which all pipelines may share their work."""
+    """Product of micro-batches and stages up to which all pipelines may share their work.
+
+    It limits only layouts made where layers may move.
+    """
     largest_narrow: Count = 100
     """Product of micro-batches and stages up to which a layout has narrow pipelines.
 
@@ -470,7 +477,7 @@ class BlockParams(
     share: Share = 0.3
     """Share of the time for the first plans of all blocks; the rest improves them."""
     largest_moved: Count = 500_000
-    """Number of ops up to which jobs whose layers may move are planned whole."""
+    """Ops up to which jobs with movable layers, or a single step, are planned whole."""
     largest_baseline: Count = 200_000
     """Number of ops up to which 1F1B and ReCycle re-route among all pipelines."""
     piecewise: Count = 30_000
@@ -496,7 +503,7 @@ class RoleParams(
     """Parameters of the choice of vacant roles, if live workers may take over others."""
 
     exhaustive: Count = 60
-    """Number of failure patterns up to which all are planned."""
+    """Number of failure patterns up to which all are candidates."""
     distributions: AtLeastOne = 4
     """Number of distributions of failures over columns that the dynamic programme stores."""
     compared: Share = 0.3
@@ -600,7 +607,8 @@ DEFAULTS = SearchParams()
 def read_params(path: Path) -> SearchParams:
     """Read parameters of searches from a TOML file, with defaults for the others.
 
-    Raises ParamsError if the file cannot be read, or has an unknown key or a wrong value.
+    Raises ParamsError if the file cannot be read, is no TOML, or has an unknown key or a wrong
+    value.
     """
     try:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), SearchParams)

@@ -51,7 +51,10 @@ Solver = Callable[[Problem], Incumbent]
 
 
 class Periods:
-    """Calculator of one job's periods for any failures; each subproblem is planned once."""
+    """Calculator of one job's periods for any failures.
+
+    Each subproblem of a large job is planned once.
+    """
 
     def __init__(
         self, job: Job, options: PlanOptions, progress: ProgressCallback = ignore_progress
@@ -78,7 +81,8 @@ class Periods:
     def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
-        The pipelines that are left out equal one that stays, and do not change the period.
+        The pipelines that are left out equal one that stays, and do not change the period, unless
+        workers are unlike. If pipelines read different numbers of micro-batches, none is left out.
         """
         # With f failures and M micro-batches per pipeline, f (M + 1) pipelines are affected at
         # most: if each peer runs one micro-batch more, that is all the work of f broken pipelines.
@@ -99,8 +103,8 @@ class Periods:
         """Return the shortest period of list schedules, and whether it attains its lower bound.
 
         The period is in seconds; it is infinity if a column has no live worker. `down` has the
-        number of failed workers of each column. Raises NoPlanError if no schedule keeps workers
-        within their memory.
+        number of failed workers of each column. Raises NoPlanError if, for some arrangement of
+        them, no schedule keeps workers within their memory.
         """
         return self._shortest_period(down, self._options, self._plan_quickly)
 
@@ -140,11 +144,7 @@ class Periods:
         return best, False
 
     def _problems_to_plan(self, down: Counts, options: PlanOptions) -> Sequence[Problem]:
-        """Return problems for different spreads of failures over pipelines.
-
-        `down` has the number of failed workers of each column. Each pattern has one problem. Of
-        large problems, only those with small subproblems are returned, and at least one.
-        """
+        """Return problems for different spreads of failures over pipelines, one a pattern."""
         # Equal pipelines are interchangeable: one arrangement of each pattern is enough.
         distinct: dict[Pattern, Problem] = {}
         job = self.affected_job(sum(down))

@@ -2,14 +2,14 @@
 
 All that a job file can state is searched: one stage after another, interleaved, V and zig-zag with
 any number of virtual stages for each worker, both directions, any column for each virtual stage,
-and any division of the layers. Healthy pipelines are equal, so one of them decides, with at most a
-limited number of ops (`COMPARED_OPS`), plus the busiest worker's work of the other micro-batches:
+and any division of the layers. Healthy pipelines are equal, so one of them decides, at first with
+about `COMPARED_OPS` ops at most, plus the busiest worker's work of the other micro-batches:
   1. every placement of the literature, with the division whose busiest worker has least to do, by a
      few list schedules;
-  2. the best few of different placements are changed at random (a layer goes to the next virtual
-     stage, two virtual stages exchange workers); a change that is no worse is kept, again by list
+  2. the best few of different placements are changed at random (a layer goes to a virtual stage
+     nearby, two virtual stages exchange workers); a change that is no worse is kept, again by list
      schedules;
-  3. the best of these, and the job's own, by the whole search (successive halving);
+  3. the best of these, and the job's own, by the whole search;
   4. if failures count, each finalist is planned with 1, 2 ... K vacant roles (`planner.normalise`),
      and the one with the highest mean throughput is taken;
   5. the rest of the time plans the whole job, beginning with the best order of step 3.
@@ -52,11 +52,14 @@ from slipstream.planner.search.list_scheduler import StuckError
 from slipstream.schedules.schedule import LayerCosts, Schedule, Scope
 
 COMPARED_OPS = 6_000
-"""Maximum number of ops of the pipeline that is planned to compare placements."""
+"""Maximum number of ops of the pipeline that list schedules compare placements by.
+
+It has more if two micro-batches for each worker have more.
+"""
 SEEDS = 6
 """Number of placements that are changed at random."""
 FINALISTS = 3
-"""Number of placements that are planned by the whole search."""
+"""Number of placements that are planned by the whole search, besides the job's own."""
 FIRST_SHARE = 0.12
 """Share of the time left for all placements of the literature."""
 CHANGES_SHARE = 0.4
@@ -115,9 +118,9 @@ class FoundPlacement(msgspec.Struct, frozen=True, kw_only=True):
     recomputation: Recomputation | None
     """Choice of the stages that recompute their activations; None: the job states it."""
     own_period: float | None
-    """Period in seconds of the job's own placement; None if it has no comparable plan."""
+    """Period in seconds of one pipeline in the job's own placement; None without one."""
     with_failures: tuple[float, ...]
-    """Periods in seconds with 1, 2 ... roles vacant; empty if the search did not count failures."""
+    """Periods in seconds with 1, 2 ... roles vacant; empty if none counted or had a plan."""
     mean_period: float
     """Period in seconds that corresponds to the mean throughput over numbers of failures."""
     looked_at: int
@@ -135,9 +138,9 @@ def find_placement(
 ) -> FoundPlacement:
     """Search for the placement of a job's layers with the largest mean throughput; plan it.
 
-    Search and plan together take about the time limit of one plan. Raises JobError if the file is
-    wrong, a stage has no layer, or the limit is too short for the job (TooLargeError); NoPlanError
-    if nothing fits.
+    Search and plan together take about the time limit of one plan; the inner loops are compiled
+    first. Raises JobError if the file is wrong, a stage has no layer, or the limit is too short for
+    the job (TooLargeError); NoPlanError if nothing fits.
 
     Parameters
     ----------
@@ -162,7 +165,7 @@ def find_placement(
 def failure_weights(workers: int, failures: int, down: float) -> list[float]:
     """Return the probabilities that 0, 1 ... `failures` of the workers are down at once.
 
-    Each of the `workers` (a number) is down for a share `down` of the time.
+    Each of the `workers` (a number) is down for a share `down` of the time, above 0 and below 1.
     """
     # The binomial distribution, by logarithms, as its factors overflow.
     return [
@@ -384,12 +387,7 @@ class _Search:
         return tried
 
     def _evaluate_quickly(self, arrangement: Arrangement, count: int) -> TriedPlacement | None:
-        """Return the arrangement with its estimated period; None if nothing fits.
-
-        The period for `count` micro-batches, in seconds, is one pipeline's: the shortest of a few
-        list schedules of some of them, plus the busiest worker's work for the rest. If the planner
-        chooses what is recomputed, the best of a few choices counts.
-        """
+        """Return the arrangement with its estimated period for one pipeline; None if none fits."""
         job = parse_job(self._layers.arranged_job_text(arrangement))
         # Fewer micro-batches, and the busiest worker's work for those that are left out.
         fewer = min(count, max(2 * job.stages, COMPARED_OPS // (3 * job.depth)))

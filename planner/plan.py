@@ -1,8 +1,8 @@
 """Plan a checked schedule for a job and its failed workers.
 
 `planner.search.engine` finds the best of the candidates (`planner.candidates`). If there is not
-enough time for the whole job, `planner.blockwise` plans a part of it. `planner.reference` finds the
-fault-free period to compare with.
+enough time for the whole job, `planner.blockwise` plans it in blocks of micro-batches.
+`planner.reference` finds the fault-free period to compare with.
 """
 
 import gc
@@ -50,19 +50,22 @@ from slipstream.schedules.schedule import BackwardMode, OptimizerMode, Schedule,
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Schedule that passed the checker, and how it was found."""
+    """Valid schedule for a job and its failures, and how it was found."""
 
     schedule: Schedule
     fault_free: FaultFree | None = None
     """Period and bound with no worker down; None if not requested or not found."""
     solve_seconds: float = 0.0
-    """Seconds spent on the plan."""
+    """Seconds spent on the plan; those of the search's clock if `plan_only` made it."""
     evidence: str | None = None
-    """Words that explain a period above the bound; None if optimal or not known."""
+    """Words that explain a period above the bound; None or empty if there are none."""
     interrupted: bool = False
     """True if Ctrl-C stopped the search; the schedule is the best one found until then."""
     fixed_period: float | None = None
-    """Period in seconds of the best plan without moved layers; None if no layers move."""
+    """Period in seconds of the best plan in place; None if this is it.
+
+    None, too, if no plan in place was found.
+    """
     tally: Tally | None = None
     """Counts of how often each search technique was tried, and helped; None if not counted."""
     end: SearchEnd | None = None
@@ -89,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault_free_period(self) -> float | None:
-        """Period in seconds of the best plan with no worker down; None if not known."""
+        """Period in seconds of the best known plan with no worker down; None without one."""
         return self.fault_free.period if self.fault_free else None
 
 
@@ -107,11 +110,12 @@ def plan_job(
 ) -> Plan:
     """Plan a schedule for a job with failed workers.
 
-    If the inner loops are not compiled yet, another process compiles them, and this plan is made by
-    list schedules alone; with `steps`, this call compiles first. Raises ValueError for a wrong
-    option; JobError if a failed worker is not in the job, if layouts are tried and a stage has no
-    layer, or if the limit is too short for the job (TooLargeError); NoPlanError if no schedule is
-    found.
+    If the inner loops are not compiled yet, another process compiles them, and until then plans are
+    list schedules alone; with `steps`, or if no machine code can be stored, this call compiles
+    first. In the main thread, the first Ctrl-C ends the search with the best plan so far. Raises
+    ValueError for a wrong option; JobError if a failed worker is not in the job, if layouts are
+    tried and a stage has no layer, or if the limit is too short for the job (TooLargeError);
+    NoPlanError if no schedule is found.
 
     Parameters
     ----------
@@ -123,9 +127,11 @@ def plan_job(
         "cp-sat" (the whole search), "greedy" (list schedules alone), or "1f1b" or "recycle" for
         comparison.
     time_limit
-        Seconds that the search takes, about.
+        Seconds that the search takes at most, about.
     steps
         Number of search steps instead of `time_limit`; one seed then gives one plan.
+    seed
+        Seed of the random numbers.
     progress
         Function that receives lines of progress.
     """
@@ -151,11 +157,20 @@ def plan_with(
 ) -> Plan:
     """Plan a schedule for a job with failed workers, and find its fault-free period.
 
-    The search is shorter if an earlier search has found the fault-free period and bound,
-    `fault_free` (None: unknown). If this plan is part of a larger search, `clock` is that search's;
-    None: a new one. Raises JobError for a worker that is not in the job, if layouts are tried and a
-    stage has no layer, or if the limit is too short for the job (TooLargeError); NoPlanError if no
-    schedule is found.
+    Compilation, Ctrl-C and errors are as in `plan_job`; the options are valid already.
+
+    Parameters
+    ----------
+    options
+        Options of the plan.
+    failed
+        Workers that are down.
+    fault_free
+        Fault-free period and bound from an earlier search, improved unless close; None: unknown.
+    progress
+        Function that receives lines of progress.
+    clock
+        Clock of a larger search that this plan is part of; None: a new one.
     """
     require_workers(failed, job)
     clock = clock or options.make_clock()
@@ -210,10 +225,21 @@ def plan_only(
 ) -> Plan:
     """Plan one schedule, without a fault-free plan for comparison.
 
-    As part of a larger search, give that search's `clock` (None: a new one) and the list `solved`
-    of its subproblems so far, which this plan uses and adds to (None: no such list). Raises
-    NoPlanError if no schedule is found; JobError if layouts are tried and a stage has no layer, or
-    if the limit is too short for the job (TooLargeError).
+    The inner loops are compiled first, if they are not. The search has at least 0.01 s; in the main
+    thread, Ctrl-C ends it with the best plan so far. Raises NoPlanError if no schedule is found;
+    JobError if layouts are tried and a stage has no layer, or if the limit is too short for the job
+    (TooLargeError).
+
+    Parameters
+    ----------
+    options
+        Options of the plan.
+    failed
+        Workers of the job that are down.
+    clock
+        Clock of a larger search that this plan is part of; None: a new one.
+    solved
+        Subproblems that the larger search has solved, to use and add to; None: none.
     """
     ensure_compiled()
     # At least a hundredth of a second: a caller may have less than nothing left.
@@ -240,21 +266,14 @@ def plan_only(
 
 
 def _plan_reference(options: PlanOptions, job: Job, budget: Budget, speed: Speed) -> Schedule:
-    """Return the best schedule found within the budget, with no worker down.
-
-    By `speed`, how fast this machine plans, micro-batches are planned in blocks if time is short.
-    """
+    """Return the best schedule found within the budget, with no worker down."""
     return _plan_whole_or_blocks(options, job, (), budget, speed, grace=False).schedule
 
 
 def _plan_with_fallback(
     options: PlanOptions, job: Job, failed: Sequence[Worker], budget: Budget, speed: Speed
 ) -> Plan:
-    """Return the best plan of the search that `options` ask for, and of simpler ones.
-
-    With counted steps, options that allow more (moved layers, cut micro-batches) never give a
-    longer plan. `speed` is how fast this machine plans.
-    """
+    """Return the best plan of the search that `options` ask for, and of simpler ones."""
     seconds_given = budget.seconds_left
     # If layers may move, a search limited by the clock begins with a quick one.
     quick_plan = None
@@ -387,11 +406,7 @@ def _plan_whole_or_blocks(
     *,
     grace: bool = True,
 ) -> Plan:
-    """Return the best plan of a job, in blocks of micro-batches if time is short.
-
-    `speed` says how many ops this machine can plan in time. With `grace`, the plan may take
-    somewhat longer than the budget.
-    """
+    """Return the best plan of a job, in blocks of micro-batches if time is short."""
     if has_overlapping_reductions(job):
         return _plan_overlapped(
             options, job, failed, budget, partial(_plan_whole_or_blocks, speed=speed, grace=grace)
@@ -465,10 +480,7 @@ def _solve_and_check(
     problem: Problem | None,
     budget: Budget,
 ) -> Plan:
-    """Return the best plan found, after it passed the checker.
-
-    Candidates are `problem`, in which layers stay in place (None: left out), and allowed layouts.
-    """
+    """Return the best plan of `problem` (None: left out) and layouts, after a check."""
     solved = find_best_candidate(
         build_candidates(options, job, failed, problem), options.method, budget, options.params
     )

@@ -74,8 +74,8 @@ def choose_recomputation(
     """Choose the stages whose activations are recomputed, for the shortest period.
 
     If this choice is part of a larger search, `clock` is that search's; None: a new one. Raises
-    JobError if the job does not state what a recomputed micro-batch holds, or if the limit is too
-    short for the job (TooLargeError); NoPlanError if no choice fits.
+    JobError if the job does not state what a recomputed micro-batch holds, if a stage has no layer,
+    or if the limit is too short for the job (TooLargeError); NoPlanError if no choice fits.
     """
     if job.memory is None or not job.memory.recomputed:
         raise JobError(
@@ -130,11 +130,7 @@ def _better_choice(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return `stages` if its list schedule is shorter than that of `best`, else `best`.
-
-    Both are stages that recompute. `periods` has the periods known so far, None for a choice
-    without a schedule; that of `stages` is added.
-    """
+    """Return the better of two choices by list schedules; `periods` gets that of `stages`."""
     if stages not in periods:
         periods[stages] = _list_period(
             with_recomputation(job, stages), options, periods.get(best), clock
@@ -150,10 +146,7 @@ def _compare_with_none(
     options: PlanOptions,
     clock: Clock,
 ) -> tuple[int, ...]:
-    """Return the stages `best` if recomputing them is faster, by the whole search, else none.
-
-    `periods` has the periods in seconds that were found so far, by stages; shorter ones are stored.
-    """
+    """Return `best` if recomputing it is faster by the whole search, else (); shorten `periods`."""
     for stages in (best, ()):
         shortest = _list_period(with_recomputation(job, stages), options, None, clock)
         periods[stages] = min(filter(None, (periods[stages], shortest)))
@@ -179,7 +172,7 @@ def with_one_pipeline(job: Job, microbatches: int) -> Job:
     """Return a copy of the job with a single healthy pipeline, which reads `microbatches`.
 
     The room of a column is the usual one, or the largest if all its workers have rooms of their
-    own.
+    own. No worker is slow.
     """
     # Workers that are slow, or have a memory of their own, are no ground for a choice for all.
     memory = job.memory
@@ -206,6 +199,7 @@ def with_recomputation(job: Job, stages: Iterable[int]) -> Job:
     In bidirectional pipelines, both copies of a stage recompute. F runs again in I, or in W at a
     first stage that has no I; until then, only `memory.recomputed` is kept, which the job must
     state. The room of a worker is less by what its largest layer holds while it is recomputed.
+    Raises JobError if a stage has no layer.
     """
     again, memory, time = frozenset(stages), job.memory, job.time
     if not again:
@@ -306,10 +300,7 @@ def _choices_bound(
 
 
 def _with_least_memory(chosen: Job, job: Job, stage: int) -> Job:
-    """Return `chosen` in which all stages but `stage` hold the least of any choice.
-
-    The least is what a stage holds in `chosen`, or in `job` if it recomputes.
-    """
+    """Return `chosen` in which all stages but `stage` hold the least of any choice."""
     # A stage holds least if it recomputes; in both directions of a bidirectional pipeline.
     recomputed = with_recomputation(job, range(job.depth))
     assert chosen.memory is not None and recomputed.memory is not None
@@ -357,10 +348,7 @@ def _largest_layer(job: Job, stage: int) -> float:
 
 
 def _recomputed_layer_values(job: Job, chosen: list[bool], late: list[bool]) -> LayerValues | None:
-    """Return layer values with `chosen` stages recomputed; None if the job has none.
-
-    By stage, `chosen` says whether F runs again in I, and `late` whether in W instead.
-    """
+    """Return layer values with `chosen` stages recomputed; None if the job has none."""
     # By stage, `chosen` says whether it recomputes, and `late` whether in W instead of I.
     if job.layer_values is None:
         return None

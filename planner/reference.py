@@ -84,7 +84,6 @@ def reference_key(options: PlanOptions, job: Job) -> str:
     Limits, seed and parameters of the search are left out: a longer one improves the stored period.
     Raises NoPlanError if no schedule can exist.
     """
-    # The time limit is no part of it: a longer search improves the stored period.
     problem = reference_options(options).make_problem(job)
     rules = (
         VERSION,
@@ -125,9 +124,9 @@ class ReferenceSearch:
         )
 
     def improve(self, seconds: float, progress: ProgressCallback = ignore_progress) -> None:
-        """Search for `seconds`, unless the best known period is close to its bound.
+        """Search for about `seconds`, unless the best known period is close to its bound.
 
-        If a schedule is known, a search begins only while this object's budget has time left.
+        If a period is known, negative `seconds` do nothing. Without a plan, `best` stays as it is.
         """
         budget = msgspec.structs.replace(
             self._budget.with_seconds(seconds), progress=SearchProgress(progress)

@@ -24,7 +24,7 @@ from slipstream.schedules.tables.relabel import missing_layers, relabel_schedule
 
 
 def format_gigabytes(count: float) -> str:
-    """Format a number of bytes in gigabytes, to three significant digits."""
+    """Format a number of bytes in gigabytes, to three significant digits or whole ones."""
     gigabytes = count / 1e9
     if not gigabytes:
         return "0"
@@ -57,7 +57,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 def compute_transition(schedule: Schedule, job: Job, bandwidth: float = BANDWIDTH) -> Transition:
     """Return how many layers to copy before a schedule can run, with bytes and seconds.
 
-    Each rank sends or receives `bandwidth` bytes a second.
+    Before, workers hold the layers of their own columns. Each rank sends or receives `bandwidth`
+    bytes a second. Raises JobError if layers are copied and a stage of a job with weights has none.
     """
     # The ranks of a worker copy in parallel, each its part of every layer.
     received = layers_received(schedule)
@@ -94,11 +95,7 @@ def layers_received(schedule: Schedule) -> dict[Worker, list[int]]:
 def _busiest_bytes(
     schedule: Schedule, received: dict[Worker, list[int]], size: list[float]
 ) -> float:
-    """Return the most bytes that any worker sends or receives.
-
-    `received` has the layers that each worker receives, and `size` the bytes of each layer. Of the
-    holders of a layer, the one that has sent least sends it.
-    """
+    """Return the most bytes that any worker sends or receives."""
     # Holders by layer, before the move.
     grid = schedule.grid
     holders: dict[int, list[Worker]] = defaultdict(list)
@@ -138,7 +135,10 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     option: str | None
     """Option of `slipstream plan`, or job key, that requests it; None if none does."""
     period: float
-    """Period in seconds of the best plan found in a short time."""
+    """Period in seconds of the best plan found in a short time.
+
+    Without the broken pipelines, it is that of the fault-free job.
+    """
     throughput: float
     """Samples per second, as a multiple of those of the fault-free job."""
     batch: float = 1.0
@@ -148,7 +148,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     found: bool = True
     """True if its plan was shorter than all with less freedom.
 
-    Otherwise `period` is the shortest of those.
+    Otherwise `period` is the shortest of those. True for a single schedule, too.
     """
 
 
@@ -162,14 +162,25 @@ def find_alternatives(
     seconds: float,
     clock: Clock | None = None,
 ) -> Iterator[Alternative]:
-    """Iterate over other ways to handle the same failures, each planned by list schedules.
+    """Iterate over other ways to handle the same failures, mostly planned by list schedules.
 
-    The alternatives take `seconds` together, and are compared with `plan`, which was made with
-    these options; `normalise` says whether live workers could take other roles in it. With no
-    worker down, the only alternatives are more memory, recomputation and moved layers. If the job
-    is large or `plan` interrupted, the only one is without the broken pipelines. There are none if
-    `plan.fault_free` is None, or if the options' method is that of 1F1B or ReCycle. `clock` is that
-    of a search that this one is part of; None: one of its own.
+    With no worker down, the only alternatives are more memory, recomputation and moved layers. If
+    the job is large or `plan` interrupted, the only one is without the broken pipelines. There are
+    none if `plan.fault_free` is None, or if the options' method is that of 1F1B or ReCycle. Those
+    that have no plan are left out.
+
+    Parameters
+    ----------
+    plan
+        Plan to compare with, for the workers `failed`.
+    options
+        Options with which it was made.
+    normalise
+        Whether live workers could take other roles in it.
+    seconds
+        Seconds that all alternatives take together.
+    clock
+        Clock of a search that this one is part of; None: one of its own.
     """
     # What the fault-free job does is the unit of throughput.
     if plan.fault_free is None or options.method in BASELINES:
@@ -231,8 +242,7 @@ def _quick_plans(
 ) -> Iterator[tuple[str, str | None, Callable[[float], Schedule | None]]]:
     """Yield other ways to plan: name, option that asks for it or None, and planner.
 
-    A planner is a function of the seconds that it may take; without a plan it returns None or
-    raises NoPlanError. With `normalise`, to move roles is no other way, as the plan has done it.
+    A planner takes its seconds; without a plan it returns None or raises NoPlanError or JobError.
     """
     quick = msgspec.structs.replace(options, method="greedy", layers="fixed", from_checkpoint=False)
 
@@ -280,10 +290,7 @@ def _plan_recomputed(
 
 
 def _drop_replicas(job: Job, failed: Sequence[Worker], whole: float) -> Alternative:
-    """Return the alternative of training without the pipelines that have failed workers.
-
-    `whole` is the period in seconds without failures.
-    """
+    """Return the alternative of training without the pipelines that have failed workers."""
     # Their micro-batches are dropped, and the period stays that of the fault-free job.
     broken = {worker.pipeline for worker in failed}
     kept = sum(count for pipeline, count in enumerate(job.microbatches) if pipeline not in broken)

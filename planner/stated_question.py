@@ -125,11 +125,7 @@ def _check_covered(
     shown: Collection[int],
     covers: Collection[Sequence[int]],
 ) -> Iterator[str]:
-    """Yield messages for stages, not in `shown`, that cost more than slices that replace them.
-
-    `values` has the cost of each slice, and `name` is its field in messages. Each of `covers` has
-    slices that together have all layers; the least sum of those that overlap a stage is its limit.
-    """
+    """Yield messages for stages, not in `shown`, that cost more than slices that replace them."""
     # Stages in `shown` are run themselves. Each of `covers` has slices that together have all
     # layers; the smallest sum over one of them is the limit. Of times that are finer than ticks,
     # each may be rounded by one.
@@ -220,10 +216,7 @@ def _check_times(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[s
 
 
 def _check_reductions(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
-    """Yield messages where a slice's layers contradict the time of its reduction.
-
-    `name` is the field of `costs` that has the reduction times of layers.
-    """
+    """Yield messages where a slice's layers contradict the time of its reduction."""
     per_tick, values = Fraction(*costs.per_tick), getattr(costs, name)
     if not schedule.has_overlap:
         yield from _compare(
@@ -241,10 +234,7 @@ def _check_reductions(schedule: Schedule, costs: LayerCosts, name: str) -> Itera
 
 
 def _check_steps_of_layers(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
-    """Yield messages where layers' optimizer steps exceed what the schedule states.
-
-    The layers' durations are in the field `name` of `costs`, by layer.
-    """
+    """Yield messages where layers' optimizer steps exceed what the schedule states."""
     # Layers may cost less than the columns, as costs are rounded down, but not more.
     per_tick, values = Fraction(*costs.per_tick), getattr(costs, name)
     for column, ticks in enumerate(schedule.times.optimizer):
@@ -279,10 +269,7 @@ def _check_memory(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[
 
 
 def _check_weights(schedule: Schedule, costs: LayerCosts, name: str) -> Iterator[str]:
-    """Yield messages where layers' weights contradict those that the memory rule counts.
-
-    The layers' weights are the field `name` of `costs`.
-    """
+    """Yield messages where layers' weights contradict those that the memory rule counts."""
     # Both are the same weight, rounded up to the one unit and down to the other.
     per_unit, memory = Fraction(*costs.per_unit), schedule.memory
     for layer, shown in enumerate(memory.weights if memory is not None else ()):
@@ -304,7 +291,7 @@ LAYER_COST_RULES: Mapping[str, LayerCostRule] = {
     "weight_stash": _check_memory,
     "weights": _check_weights,
 }
-"""Rule for each field of `LayerCosts` but the units, which all of them read."""
+"""Rule for each field of `LayerCosts` but the units."""
 
 
 def _compare(
@@ -317,12 +304,7 @@ def _compare(
     *,
     below: bool = True,
 ) -> Iterator[str]:
-    """Yield a message for each slice whose layers' sum contradicts its value in `shown`.
-
-    Messages call the value `name`. A unit of `shown` has `per` units of `layer_values`. No sum may
-    exceed its slice's value; with `below`, none may be less either, except by rounding: each value
-    of `shown` is itself a sum of `values` rounded ones.
-    """
+    """Yield a message for each slice whose layers' sum contradicts its value in `shown`."""
     # A unit of `shown` has `per` units of `layer_values`. A sum must not exceed the slice's value;
     # with `below`, it must not be less either, except for the rounding of `values` values. Ticks
     # may have been divided after costs were rounded to them, to no less than that.
@@ -345,7 +327,7 @@ def _only_reduced_slices(schedule: Schedule) -> set[int]:
 
 
 def _longest_ticks(schedule: Schedule) -> int:
-    """Return the longest ticks of any op, on the slowest worker, or transfer."""
+    """Return the ticks of the longest op, on the slowest worker, or transfer."""
     times = schedule.times
     by_slice = (times.forward, times.backward_input, times.backward_weight, times.all_reduce)
     slowest = max([1000, *times.per_mille_of.values()])

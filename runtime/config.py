@@ -1,6 +1,6 @@
 """Check the `[model]` and `[training]` tables of a job file, and hold their settings.
 
-A `RunConfig` travels to worker processes as JSON (`to_json`, `from_json`).
+A `RunConfig` travels to worker processes as JSON, in `runtime.processes.worker_start.WorkerSpec`.
 """
 
 from collections.abc import Mapping
@@ -109,7 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 256
     """Number of different tokens.
 
-    Text that is read as bytes needs 256, unless the model is your own.
+    Text that is read as bytes needs at least 256, unless the model is your own.
     """
     mlp: Count = 4
     """Width of the MLP's hidden layer, in multiples of `width`."""
@@ -145,7 +145,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of `[[training.parameter_groups]]`: optimizer options for some parameters.
 
-    Options that are not given have the value of `[training]`.
+    Options that are not given have the value of `[training]`, or for Muon of `[training.muon]`.
     """
 
     parameters: Text
@@ -208,11 +208,7 @@ class LengthCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("training.length_costs: its three lists differ in length")
 
     def coefficients_for(self, kind: OpKind) -> tuple[Coefficients, ...]:
-        """Return the three coefficients (a, b, c) of each layer for F, I or W.
-
-        On a layer, the op takes `a` seconds for each sample, `b` for each token, and `c` times the
-        squared length of each document.
-        """
+        """Return the three coefficients of each layer for F, I or W."""
         # Lists in TOML are named after the ops.
         return {
             OpKind.F: self.forward,
@@ -307,7 +303,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     backend: BackendName = "auto"
     """Transport of tensors between workers.
 
-    "auto": nccl if every worker has a GPU of its own, else gloo.
+    "auto": nccl if every worker process has a GPU of its own, or with `share_devices`, else gloo.
     """
     share_devices: bool = False
     """If true, workers that share a GPU use NCCL, as if on several machines.
@@ -391,14 +387,15 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """If true, torch.compile compiles the layers, each kind when it is first run.
 
     A cache on disk shortens compiling in the next run. Possible for the GPT of this package, for
-    gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for models of torchtitan.
+    gpt2, llama, mistral, qwen2 and qwen3 of transformers, and for torchtitan's models without
+    experts or masks of documents.
     """
     evaluate_every: PositiveIterations | None = None
     """Iterations from one evaluation on validation data to the next. Default: none."""
     evaluation_iterations: Count = 1
     """Length of an evaluation in iterations; each evaluation reads the same samples."""
     validation_text: Text | None = None
-    """Path of a text to evaluate on, read like `text`, but in order."""
+    """Path of a text to evaluate on, read like `text`; with a `tokenizer`, in order."""
     validation_tokens: Text | None = None
     """Path of a file of tokens to evaluate on, read like `tokens`, but in order."""
     validation_data: Reference | None = None
@@ -557,8 +554,9 @@ def parse_run_config(
 ) -> RunConfig:
     """Check the job file's `[model]` and `[training]` tables, and return them as a `RunConfig`.
 
-    Keyword arguments that are not None replace keys of `[training]`. Raises ConfigError that names
-    the key, its value and what was expected.
+    Keyword arguments that are not None replace keys of `[training]`. With `model.hugging_face`, the
+    vocabulary is that of its config.json, if this can be read. Raises ConfigError that names the
+    key, its value and what was expected.
     """
     # A model of another library has its own config: keys that describe a GPT would be ignored.
     source = next((key for key in ("hugging_face", "torchtitan") if key in model), None)

@@ -28,7 +28,7 @@ def gpu_count(device: Literal["cpu", "cuda"]) -> int:
 
 
 def gpu_name() -> str:
-    """Return the name that the driver gives the first GPU. Raises torch's error without a GPU."""
+    """Return the driver's name for the current GPU. Raises torch's error without a GPU."""
     return torch.cuda.get_device_name()
 
 

@@ -36,10 +36,11 @@ def describe_data_end(iteration: int) -> str:
 
 
 def describe_reason(error: Exception) -> str:
-    """Return an error's message in one line; of an OSError, only the system's message."""
+    """Return an error's message in one line; of an OSError, the system's if any."""
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; torch may append a stack to it."""
+    """Return the first line of an error's message; "no reason given" if it is empty."""
+    # torch may append a stack to it.
     return (str(error).splitlines() or ["no reason given"])[0]

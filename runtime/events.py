@@ -73,7 +73,7 @@ class Failed(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """Event: all workers of a failure domain are lost, after a `Failed` event of each."""
+    """Event: a failure domain of several workers is lost, after the last `Failed` event."""
 
     node: Count
     """Number of the failure domain: a node of `[topology]`, or else a machine.
@@ -263,7 +263,7 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     iteration: Count
     loss: float | None
-    """Mean loss over all micro-batches. None if it was not finite, and no step was made."""
+    """Mean loss over all micro-batches. None if not finite (no step was made), or if unknown."""
     period: Seconds | None = None
     """Seconds of the longest busy window of any worker; None if unknown."""
     time: float | None = None
@@ -286,7 +286,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Norm of all gradients before clipping."""
     learning_rate: float
     tokens_per_second: float | None
-    """Tokens of an iteration per second, from the last commit to this one."""
+    """Tokens of an iteration per second since the last commit, else since the first order."""
     mfu: float | None
     """Model FLOPs utilization: operations as a share of the live workers' peak."""
     live: Count | None

@@ -127,15 +127,16 @@ def run(
 
     If there are several nodes, this one is node 0. Writes `schedule.json`, `losses.jsonl`,
     `metrics.jsonl` and `events.jsonl` (line by line as iterations are committed and events occur),
-    `schedules/`, `trace.json`, `parameters/` and `logs/` into `out`.
+    `schedules/`, `trace.json`, `parameters/`, `checkpoints/`, `logs/` and, for a model of
+    transformers, `hugging-face/` into `out`.
 
     Raises ConfigError or PlacementError if schedule, configuration and machine do not fit each
-    other, CheckpointError if the checkpoint does not fit, FolderError if another run writes to
-    `out` or has left its results there, OSError if `out` cannot be written, ScheduleError if the
-    schedule is too large for a file, RendezvousError if node 0 cannot listen at its address,
+    other, CheckpointError if the checkpoint is damaged or does not fit, FolderError if another run
+    writes to `out` or has left its results there, OSError if `out` cannot be written, ScheduleError
+    if the schedule is too large for a file, RendezvousError if node 0 cannot listen at its address,
     RunError if the data end early or the run cannot continue after failures, and RunStopped, which
-    is a KeyboardInterrupt, after SIGTERM or Ctrl-C. When it raises, no process of this run is left,
-    and the losses of the committed iterations are on disk, unless the disk is full.
+    is a KeyboardInterrupt, after a signal (`StopSignals`). When it raises, no process of this run
+    is left, and the losses of the committed iterations are on disk, unless the disk is full.
 
     Parameters
     ----------
@@ -249,11 +250,7 @@ def run(
 
 
 def _count_samples_read(request: RunRequest, behind: TakeoverRecord | None) -> SamplesRead:
-    """Return the samples that earlier runs have read (`count_samples_read`).
-
-    Workers of a run that is continued, as `behind` says, count from where that run began, whatever
-    was saved since.
-    """
+    """Return the samples read before this run, or before the run `behind` that continues."""
     if behind is not None:
         return behind.read
     microbatches = request.schedule.grid.microbatches
@@ -261,12 +258,9 @@ def _count_samples_read(request: RunRequest, behind: TakeoverRecord | None) -> S
 
 
 def _resume_whole(request: RunRequest, behind: TakeoverRecord) -> RunRequest:
-    """Return the request with an undamaged checkpoint, after a run has lost all its processes.
-
-    If the request repeats the run of the record `behind`, the checkpoint is the newest undamaged
-    one of that run, or else the one that it began from. Damaged ones of that run are reported, and
-    renamed. Raises CheckpointError if there is no checkpoint to return.
-    """
+    """Return the request, with an undamaged checkpoint if it resumes. Raises CheckpointError."""
+    # The run of the record `behind` has lost all its processes. A request that repeats it begins
+    # with its newest undamaged checkpoint, or else with the one that it began from.
     resume, options = request.resilience.resume, request.options
     folder = request.out / CHECKPOINTS
     began = None if behind.resume is None else Path(behind.resume)
@@ -328,12 +322,8 @@ class _ForkServerHolder:
         """True if the server may have workers of an earlier coordinator."""
 
     def get_server(self, adopted: ForkServer | None) -> ForkServer:
-        """Return this node's fork server, which the first call chooses.
-
-        It is `adopted`, else the server of the caller of `run`, else a new one.
-        """
-        # The first call decides: an adopted server has live workers, and that of the caller of
-        # `run` serves its next runs, too.
+        """Return this node's fork server, which the first call chooses."""
+        # An adopted server has live workers, and that of the caller of `run` serves its next runs.
         if self.server is None:
             self.server = adopted or self._callers_server or self._stack.enter_context(ForkServer())
         self.adopted = True
@@ -546,10 +536,7 @@ class _RunLeader:
     def _build_takeover_record(
         self, opened: Rendezvous, first: int, settings: NodeSettings, fork_server: ForkServer
     ) -> TakeoverRecord:
-        """Return the record by which a new node 0 can take over this one's workers.
-
-        `opened` is the address where this one listens, and `first` the run's first iteration.
-        """
+        """Return the record by which a new node 0 can take over this one's workers."""
         # If `settings` let workers wait for a coordinator, `fork_server` keeps them alive.
         request, behind = self.request, self.behind
         # Higher than all before, even if the clock was set back: workers follow no older epoch.
@@ -641,11 +628,8 @@ class _RunLeader:
 
 
 def _call_unless_coordinator_failed(work: Callable[..., object], *exit_arguments: Any) -> None:
-    """Call `work` at an exit, unless another coordinator needs what `work` would remove.
-
-    It is pushed on an ExitStack: `exit_arguments` are those of `work`, then the three of the
-    exception.
-    """
+    """Call `work` at an exit, unless another coordinator needs what `work` would remove."""
+    # An ExitStack passes the arguments of `work`, then the three of the exception.
     *arguments, kind, _, _ = exit_arguments
     if kind is None or not issubclass(kind, CoordinatorFailedError):
         work(*arguments)

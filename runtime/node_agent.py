@@ -70,7 +70,7 @@ class NodeJob:
     """Job of a node other than node 0, by the job file and options there."""
 
     settings: NodeSettings
-    """Settings of the node's workers; `resume` is a checkpoint, or a run that has it."""
+    """Settings of the node's workers; `resume` is a checkpoint, or a folder that has it."""
     workers: Sequence[Worker]
     """All workers of the job; the node starts no others."""
 
@@ -94,20 +94,22 @@ def join_run(
 ) -> None:
     """Take part in the run that node 0 leads, with this node's workers.
 
-    The workers' logs, and the parameters that they write, go into `job.settings.out`. After SIGTERM
-    or Ctrl-C the workers leave the run at the next iteration, or are killed after `grace_seconds`;
-    the other nodes continue.
+    The workers' logs, and the parameters that they write, go into `job.settings.out`. If node 0
+    starts the run again, this node joins again. After a signal (`StopSignals`) the workers leave
+    the run at the next iteration, or are killed after `grace_seconds`; the other nodes continue.
 
-    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached or has
-    another secret, ConfigError if the job or this machine does not fit, CheckpointError if this
-    node's checkpoint does not, FolderError if another process writes to that folder as this node,
-    OSError if it cannot be written, RunError if the run fails, ForkServerError if the fork server
-    dies, and RunStopped after a signal.
+    Raises RunDoneError if the run is done, RendezvousError if node 0 cannot be reached, has another
+    secret or has this node already, ConfigError if the job or this machine does not fit,
+    CheckpointError if this node's checkpoint does not, FolderError if another process writes to
+    that folder as this node, OSError if it cannot be written, RunError if the run fails or node 0
+    is gone, ForkServerError if the fork server dies, and RunStopped after a signal.
 
     Parameters
     ----------
     rendezvous
         Address of node 0.
+    job
+        Settings and workers of this node.
     node
         Number of this node, from 1.
     nodes
@@ -119,7 +121,7 @@ def join_run(
     join_timeout_seconds
         Longest wait for node 0.
     notify
-        Function that is called with a line of text while node 0 is waited for.
+        Function that is called with each line of text for users.
     is_done
         Function that returns True if the run has done all iterations, so that node 0 will not come.
     """
@@ -234,11 +236,8 @@ def _find_own_gpus(
 def _build_own_settings(
     job: NodeJob, setup: NodeSetup, notify: Callable[[str], None]
 ) -> NodeSettings:
-    """Return the settings for this node's workers: those of node 0, except for paths.
-
-    `notify` gets a line for users if the iterations differ. Raises ConfigError if the jobs differ.
-    """
-    # Raises ConfigError if node 0 runs another job: models and trainings must be the same.
+    """Return the settings for this node's workers. Raises ConfigError and CheckpointError."""
+    # Models and trainings must be the same as at node 0.
     config, start = job.settings.config, job.settings.resume
     if config.training.recompute == "auto":  # node 0 plans, and has chosen
         config = replace(
@@ -308,10 +307,7 @@ def _connect_to_coordinator(
     timeout_seconds: float,
     notify: Callable[[str], None],
 ) -> tuple[Channel[ToNodeAgent], NodeSetup]:
-    """Connect to the coordinator; return the channel, and the coordinator's settings.
-
-    While this waits, `notify` gets lines that tell users why.
-    """
+    """Connect to the coordinator; return the channel, and the coordinator's settings."""
     # Waits up to `timeout_seconds` for node 0; if it disappears before it answers, up to the job's
     # `coordinator_timeout_seconds`, within the same limit. Raises RendezvousError.
     deadline, patience = time.monotonic() + timeout_seconds, timeout_seconds
@@ -403,12 +399,9 @@ class _NodeAgent:
                 raise RunError(str(error)) from None
 
     def _follow_coordinator(self, woken: socket.socket) -> str | None:
-        """Carry out a coordinator's messages until the run ends, or this node leaves it.
-
-        Return the error that the coordinator says the run ended with, or None. Data on the socket
-        `woken` means that a signal asks this node to leave. Raises RendezvousError if node 0 is
-        gone.
-        """
+        """Follow a coordinator until the run ends, or this node leaves; return the run's error."""
+        # Data on the socket `woken` means that a signal asks this node to leave. Raises
+        # RendezvousError if node 0 is gone.
         link, self._last_heard = self._link, time.monotonic()
         # First say what happened while there was no node 0.
         ended, self._unreported_ends = self._unreported_ends, []
@@ -473,11 +466,7 @@ class _NodeAgent:
             raise
 
     def _wait_for_coordinator(self, gone: str, woken: socket.socket) -> RunEnded | None:
-        """Wait for another node 0; return None to follow it, its RunEnded if it refuses.
-
-        Raises RunError, whose message begins with `gone`, if none comes in time, or if a signal
-        makes the socket `woken` readable.
-        """
+        """Wait for another node 0; return None to follow it, its RunEnded if it refuses."""
         # Returns None when this node follows another coordinator, or the `RunEnded` of one that
         # continues without this node. Raises RunError if none comes in time, or if a signal, seen
         # as data on the socket `woken`, asks this node to leave.

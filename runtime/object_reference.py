@@ -30,8 +30,8 @@ def search_working_directory() -> Path:
 def load_reference(key: str, name: str) -> Any:
     """Import and return the object that `name`, as `module:attribute`, refers to.
 
-    Importing runs the user's code on the user's machine. Errors name `key`, the key of the job file
-    that has the reference. Raises ConfigError if the object cannot be imported or called, or if
+    Appends the working directory to Python's search path. Importing runs the user's code. Raises
+    ConfigError, which names the job file's `key`, if the object cannot be imported or called, or if
     another module of the same name is found first.
     """
     # The working directory is searched last, and only from this call on, so no file in it replaces
@@ -59,10 +59,7 @@ def load_reference(key: str, name: str) -> Any:
 
 
 def _require_no_clash(wrong: str, here: Path, names: Iterable[str]) -> None:
-    """Raise ConfigError if Python finds another module than the one in the folder `here`.
-
-    Only the modules `names` are looked for; the message begins with `wrong`.
-    """
+    """Raise ConfigError if Python finds another of the modules `names` than the one in `here`."""
     # Only the first part of a dotted name is looked for on the search path.
     for top in {name.partition(".")[0] for name in names}:
         paths = (here / top / "__init__.py", here / f"{top}.py")

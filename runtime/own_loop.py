@@ -65,6 +65,8 @@ REPLAYS_PER_RESTART = 10**6
 class ScheduleReplay:
     """One worker's part in a replay; the user's loop calls `run` for each iteration.
 
+    As a context manager it calls `close` at the end; after an error it ends all transfers instead.
+
     Attributes
     ----------
     worker
@@ -167,8 +169,9 @@ def replay(
 
     The process of rank r becomes the r-th of `schedule.members`; there must be a process for each
     member. All processes call this with the same schedule. Raises ValueError if the schedule breaks
-    rules, has another number of live workers, or differs from the schedule of rank 0; and
-    CommunicationError if the others cannot be reached.
+    rules, has another number of live workers, or differs from the schedule of rank 0;
+    CommunicationError if the others cannot be reached; and torch's DistError if the store at
+    MASTER_ADDR cannot.
 
     Parameters
     ----------
@@ -184,9 +187,11 @@ def replay(
         Function that makes the optimizer of the held parameters. The optimizer steps as soon as
         their gradients are complete, so it may not depend on other workers' gradients.
     data
-        Function of iteration, pipeline and micro-batch; returns input and target.
+        Function of iteration, pipeline and micro-batch; returns input and target. Called once here,
+        for the shape and dtype that all inputs must have.
     device
-        Device of this process. Tensors of a GPU are sent through host memory, by gloo.
+        Device of this process, made torch's current one if it is a GPU. Tensors of a GPU are sent
+        through host memory, by gloo.
     """
     # Refuse a schedule or a number of processes that cannot work.
     if violations := check(schedule):

@@ -133,8 +133,8 @@ def place_layers(grid: Grid, layers: int) -> Placement:
 
     The stages have the layers that the grid names; if it names none, layers are divided evenly. If
     the grid counts only decoder layers, the embedding belongs to the first of them and the head to
-    the last. Raises PlacementError unless the stages hold each of the model's layers once, in
-    order, and ConfigError if there are more stages than layers.
+    the last. Raises PlacementError if only some stages have layers, or if they do not hold each of
+    the model's layers once, in order; and ConfigError if there are more stages than layers.
     """
     stages = grid.stages[: grid.depth]  # the stages of other chains are copies
     ranges = [stage.layers for stage in stages if stage.layers is not None]
@@ -171,7 +171,8 @@ def place_layers(grid: Grid, layers: int) -> Placement:
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
     """Divide layers into ranges, one for each stage, whose lengths differ by at most one.
 
-    The end of each range is exclusive. Raises ConfigError if there are more stages than layers.
+    The end of each range is exclusive; stages in the middle get the longer ranges. Raises
+    ConfigError unless there are 1 to `layers` stages.
     """
     # The first and the last layer of a model (embedding, head) usually differ from the others, so
     # the stages that hold them are the last to get an extra layer.
@@ -179,7 +180,6 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
         raise ConfigError(
             f"{layers} layers cannot be cut into {stages} stages; expected 1 to {layers} stages"
         )
-    # The stages in the middle get the extra layers.
     short, extra = divmod(layers, stages)
     first = (stages - extra + 1) // 2
     ranges = []

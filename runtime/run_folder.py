@@ -75,8 +75,9 @@ class FolderError(ValueError):
 def hold_folder_lock(out: Path, node: int) -> Iterator[None]:
     """Hold the lock of a run's folder for one node within the context.
 
-    The folder is created if necessary. Raises FolderError while another process holds the lock, and
-    OSError.
+    The folder is created if necessary, and the lock file removed at the end. Raises FolderError if
+    another process holds the lock for `LOCK_TIMEOUT_SECONDS`, and OSError. On Windows, and on file
+    systems without locks, nothing is locked.
     """
     # The lock is flock's, so that it ends with this process, and counts on all machines that share
     # the file system, such as NFS.
@@ -110,7 +111,7 @@ def remove_takeover_record(out: Path) -> None:
 
 
 def read_lock_holder(out: Path) -> str | None:
-    """Return the process named in node 0's lock file; None without a lock file."""
+    """Return the text of node 0's lock file, which names a process; None if unreadable."""
     try:
         return lock_path(out, 0).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -120,7 +121,7 @@ def read_lock_holder(out: Path) -> str | None:
 def raise_unless_free(
     out: Path, resume: Checkpoint | None, config: RunConfig, *, force: bool, again: bool = False
 ) -> None:
-    """Raise FolderError if a run would overwrite the results of another run in this folder.
+    """Raise FolderError if a run would overwrite another run's results, or its own newer ones.
 
     The folder must be locked. Raises CheckpointError if its newest checkpoint cannot be read.
 
@@ -176,7 +177,7 @@ def claim_folder(
 def clean_up_folder(out: Path) -> None:
     """Remove locks and temporary files of killed processes from an ended run's folder.
 
-    The folder must be locked. Raises OSError.
+    Unfinished checkpoints go, too. The folder must be locked. Raises OSError.
     """
     for path in out.glob(_LOCK_NAME.format("*")):
         remove_lock(path)
@@ -248,7 +249,7 @@ def lock_path(out: Path, node: int) -> Path:
 
 
 def remove_lock(path: Path | str) -> None:
-    """Remove the lock file of a killed process. Does nothing if a process holds the lock."""
+    """Remove a killed process's lock file; do nothing on errors, or while it is held."""
     # Removed while it is locked, or another process could lock it just before.
     path = Path(path)
     with contextlib.suppress(FolderError, OSError):

@@ -21,7 +21,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: Values = {}
     """Values of the keys of `[model]`, in JSON; keys of its tables are named `options.KEY`."""
     training: Values = {}
-    """Values of the keys of `[training]`, except those that change no computed number."""
+    """Values of the keys of `[training]`, without `recompute`, `peak_flops` and paths of files."""
     code: Values = {}
     """Digest of the source of each user module, by the module's name (`models.identity`)."""
     data: Values = {}
@@ -29,7 +29,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     grid: Values = {}
     """Number of micro-batches of each pipeline, and the layers of each column."""
     libraries: Values = {}
-    """Version of each library that computes numbers, by the library's name."""
+    """Version of each library that computes numbers, or "not installed", by its name."""
 
 
 NO_IDENTITY = RunIdentity()

@@ -78,15 +78,19 @@ class GenerationRecord:
 
     @property
     def measured_period(self) -> float | None:
-        """Median of the iterations' longest busy windows, in seconds; None if unknown."""
-        # The first iteration, which warms up, is left out unless it is the only one.
+        """Median of the iterations' longest busy windows, in seconds; None if unknown.
+
+        The first iteration, which warms up, is left out unless it is the only one.
+        """
         periods = [line.period for line in self._without_first if line.period is not None]
         return _median_or_none(periods)
 
     @property
     def iteration_seconds(self) -> float | None:
-        """Median seconds from one commit to the next in this generation; None if unknown."""
-        # The first iteration includes the change of members.
+        """Median seconds from one commit to the next in this generation; None if unknown.
+
+        The first, which includes the change of members, is left out unless it is the only one.
+        """
         return _median_or_none([line.took for line in self._without_first])
 
     @property
@@ -124,7 +128,7 @@ class RunRecord:
 
     @cached_property
     def full_grid_iteration_seconds(self) -> float | None:
-        """Median seconds between commits while all workers took part; None if never."""
+        """Median seconds between two commits of a generation with all workers; None if unknown."""
         return _median_or_none(
             [
                 line.took
@@ -148,7 +152,10 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read the history of a run from its folder. Raises RunRecordError."""
+    """Read the history of a run from its folder. Raises RunRecordError.
+
+    Iterations without a time, of earlier versions, are left out.
+    """
     events = _read_events(folder)
     starts = [entry for entry in events if isinstance(entry, Started)]
     iterations = [

@@ -63,7 +63,10 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's generators of CPU and `device` within the context; then restore their states."""
+    """Seed torch's generators of CPU and `device` within the context; then restore their states.
+
+    Meanwhile, other threads wait to seed them (`restoring_generators`).
+    """
     with restoring_generators(device) as seed_them:
         seed_them(seed)
         yield
@@ -73,8 +76,9 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 def restoring_generators(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds torch's generators of CPU and `device`.
 
-    It takes the seed, and may be called any number of times. When the context ends, the generators
-    get back the states that they had before, unless another thread may be using them by then.
+    It takes the seed, and may be called any number of times. The context holds `GENERATOR_LOCK`.
+    When it ends, the generators get back the states that they had before, unless another thread may
+    be using them by then.
     """
     # Saving and restoring the states takes longer than seeding, so callers seed often within one.
     generators = _default_generators(device)
@@ -106,7 +110,10 @@ def get_generator_states(device: torch.device | None = None) -> list[torch.Tenso
 def with_generator_states(
     states: Sequence[torch.Tensor], device: torch.device | None = None
 ) -> Iterator[None]:
-    """Set torch's generators to the states of `get_generator_states` within the context."""
+    """Set torch's generators to states within the context, as `restoring_generators` does.
+
+    The `states` are those of `get_generator_states` for the same `device`.
+    """
     with restoring_generators(device):
         for generator, state in zip(_default_generators(device), states, strict=True):
             generator.set_state(state)

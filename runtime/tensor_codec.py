@@ -44,8 +44,9 @@ class FileDigest(NamedTuple):
 def encode_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Encode tensors as buffers whose bytes, one after another, are a safetensors file.
 
-    Tensors may have any device, shape and layout. Contiguous CPU tensors of common dtypes are not
-    copied: their buffer is a view of their memory.
+    Tensors may have any device, shape and strides. Contiguous CPU tensors of common dtypes are not
+    copied: their buffer is a view of their memory. Raises SafetensorError or KeyError for a dtype
+    that safetensors lacks.
     """
     # Tensors with large elements first, so each is aligned, as the package wants it.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -87,7 +88,7 @@ def decode_tensors(data: bytes) -> dict[str, Tensor]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Write tensors to a file, flushed to disk; return the file's length and hash.
 
-    If writing fails, the file is removed and OSError is raised.
+    If writing fails, the file is removed. Raises OSError, and KeyError as `encode_tensors` does.
     """
     # `save_file` of the safetensors package is not used: it writes to a temporary file with a name
     # of its own, which would remain if the process were killed.

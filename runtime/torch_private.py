@@ -1,8 +1,8 @@
-"""Use torch where its public documentation does not reach, except for process groups.
+"""Use torch where its public documentation does not reach.
 
 The docstring or comment of each use states its purpose, and which public call would replace it. A
-version of torch that breaks a use fails the tests of its callers. Stores and process groups of
-torch are in `runtime.replay.torch_groups`.
+version of torch that breaks a use fails the tests of its callers. The stores and process groups by
+which workers communicate are in `runtime.replay.torch_groups`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 def compile_with_inductor(
     graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph with torch.compile's own backend and the given options.
+    """Compile a graph with torch.compile's own backend and options; return a function.
 
     For: graphs that `runtime.models.compiling` has changed before they reach the backend.
 
@@ -72,7 +72,7 @@ def without_gpu_context() -> Iterator[None]:
 
     For: the launcher, which computes the shapes and dtypes of a model's activations but must not
     take memory of a GPU, nor make CUDA unusable for processes that are forked. The context is
-    needed only for backwards on fake tensors.
+    needed only for backwards on fake tensors. In it, `torch.cuda.is_bf16_supported` is always true.
 
     Replaced by: the meta device instead of fake tensors, once autocast works there as on a GPU.
     """
@@ -217,7 +217,7 @@ def count_changes(tensor: Tensor) -> int:
 
 
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each of `sources` into its target, all in one kernel on a GPU.
+    """Copy each of `sources` into its target, in few kernels on a GPU.
 
     Replaced by: `copy_` for each, which takes a kernel each.
     """
@@ -295,7 +295,10 @@ class TensorWatchMode(TorchDispatchMode):
 
 
 def remove_state_hooks(module: torch.nn.Module) -> None:
-    """Remove a module's state_dict hooks, so that no hook changes the names of parameters."""
+    """Remove the state_dict hooks of a module and its submodules, and those before loading.
+
+    For: parameters whose names no hook changes. Replaced by: no public call exists.
+    """
     # Torch can remove a hook only by the handle that its registration returned.
     for submodule in module.modules():
         submodule._state_dict_hooks.clear()

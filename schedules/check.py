@@ -79,7 +79,7 @@ class CheckContext(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def reductions(self) -> Mapping[Worker, list[tuple[LayerRange, Op]]]:
-        """All-reduces of each worker in program order, as pairs (layers, op)."""
+        """All-reduces of each worker in `programs`, in order, as pairs (layers, op)."""
         layers = self.schedule.layers_by_slice
         reductions: dict[Worker, list[tuple[LayerRange, Op]]] = {}
         for worker, ops in self.programs.items():
@@ -206,7 +206,7 @@ def ranges_text(ranges: Sequence[LayerRange]) -> str:
 def check_live_workers(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each live worker without a seat, or with several.
 
-    Also yield one for each failed worker with a seat, and for each worker outside the grid.
+    Also yield one for each worker with a seat that has failed or is outside the grid.
     """
     grid, seats = case.schedule.grid, Counter(seat.worker for seat in case.schedule.seats)
     failed = set(case.schedule.failed)
@@ -233,7 +233,7 @@ def check_live_workers(case: CheckContext) -> Iterator[Violation]:
 
 
 def check_roles(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each role outside the grid, or with two workers."""
+    """Yield a violation for each seat whose role is outside the grid, or taken already."""
     grid, played = case.schedule.grid, set[Worker]()
     for seat in case.schedule.seats:
         role = seat.role
@@ -299,7 +299,7 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each compute op that is missing, not expected, or run twice.
 
     The slices of each micro-batch must cover all layers once. At each slice, F, I and W (or F and
-    B) must run once.
+    B, or F alone) must run once.
     """
     # Most schedules: nothing is cut, nothing is missing.
     if case.has_only_stage_routes:
@@ -324,11 +324,7 @@ def check_each_once(case: CheckContext) -> Iterator[Violation]:
 
 
 def _check_foreign_ops(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each compute op that is not expected, or repeated.
-
-    Not expected are ops of a kind that the schedule's backward does not have, of a micro-batch that
-    its pipeline does not have, or on a slice where the micro-batch runs no F.
-    """
+    """Yield a violation for each compute op that is not expected, or repeated."""
     schedule, kinds, seen = case.schedule, case.op_kinds, dict[OpKey, Op]()
     for op in case.compute_ops():
         kind, slice, pipeline, microbatch = key = op_key(op)
@@ -379,7 +375,7 @@ def _describe_untiled(case: CheckContext, route: Route) -> str:
 
 
 def check_closing(case: CheckContext) -> Iterator[Violation]:
-    """Yield a violation for each live worker that ends an iteration wrongly.
+    """Yield violations for each live worker that ends an iteration wrongly.
 
     A worker must all-reduce its held layers, once each and no others. Its last op must be its only
     optimizer step.
@@ -540,9 +536,9 @@ def check_hosts(case: CheckContext) -> Iterator[Violation]:
 def check_one_at_a_time(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each op that overlaps another op of its worker.
 
-    The first op starts at tick 0 or later, and every other op after the end of the previous one in
-    the program. If reductions overlap with compute, a worker runs one reduction and one other op at
-    a time. O then waits for both, and the ops of a program are ordered by start.
+    The first op starts at tick 0 or later, and every other op at the end of the previous one in the
+    program, or later. If reductions overlap with compute, a worker runs one reduction and one other
+    op at a time. O then waits for both, and the ops of a program are ordered by start.
     """
     for worker, ops in case.programs.items():
         if ops and ops[0].start_ticks < 0:
@@ -647,7 +643,7 @@ def _early_start_violation(case: CheckContext, rule: str, before: Op, op: Op) ->
 def check_memory(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation for each worker that needs more memory than it has.
 
-    The first tick at which micro-batches exceed the room is reported.
+    The first tick at which micro-batches exceed the room is reported, unless weights alone do.
     """
     sizes = case.schedule.memory
     if sizes is None:

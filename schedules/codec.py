@@ -265,7 +265,7 @@ def _validate_slices(schedule: Schedule) -> None:
 
 
 def _validate_holdings(schedule: Schedule) -> None:
-    """Raise ValueError unless each seat's layers are ascending ranges that do not touch."""
+    """Raise ValueError unless held layers are ascending ranges that do not touch, with costs."""
     layers = schedule.grid.layer_count
     seats = [seat for seat in schedule.seats if seat.holds is not None]
     if sum(len(seat.holds or ()) for seat in seats) > MAX_SLICE_LAYERS:

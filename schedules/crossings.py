@@ -129,10 +129,7 @@ def _places_by_op(schedule: Schedule, seats: Sequence[Seat]) -> Places:
 
 
 def _order_by_graph(schedule: Schedule, pipelines: Sequence[int], places: Places) -> list[OpKey]:
-    """Return the keys of the ops that send tensors, in the order of `order_transfers`.
-
-    These are ops in `places`. The order is that of workers whose roles are in `pipelines`.
-    """
+    """Return the keys of the ops that send tensors, in the order of `order_transfers`."""
     senders: dict[OpKey, None] = {}
     for transfer in order_transfers(schedule, programs_of(schedule, pipelines)):
         path = schedule.route_of(transfer.pipeline, transfer.microbatch)

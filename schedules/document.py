@@ -40,7 +40,7 @@ class DocumentKind(Generic[T]):
     version: int
     content: type[T]
     bulk: tuple[str, ...]
-    """Keys of large values without objects, which are not searched for duplicate keys."""
+    """Keys of large values, which are not searched for duplicate keys."""
     max_bytes: int
     error: type[DocumentError]
     damaged: type[DocumentError] | None = None
@@ -96,7 +96,7 @@ class DocumentKind(Generic[T]):
         return f", the limit for a {self.name} file"
 
     def _refuse_duplicates(self, data: bytes) -> None:
-        """Raise ValueError if an object in the document has a key twice."""
+        """Raise ValueError if an object in the document, outside `bulk`, has a key twice."""
         # Only the slow standard parser reports duplicates, so it gets the file without its bulk.
         values = _VALUES.decode(data)
         for key in self.bulk:

@@ -36,10 +36,10 @@ _SUFFIX_BYTES = 4
 def write_atomically(path: Path, data: bytes, mode: int = READABLE_BY_ALL) -> None:
     """Write a file atomically, so that nobody ever sees half of it.
 
-    A temporary file next to it is written, synced to disk, and renamed. The file gets the
-    permissions `mode`, less those that the process's umask takes away. A link is followed, and a
-    pipe or device is written to directly; neither is replaced by a file. Raises OSError, in which
-    case the old file remains.
+    A temporary file next to it is written, synced to disk, and renamed. Missing parent folders are
+    created. The file gets the permissions `mode`, less those that the process's umask takes away. A
+    link is followed, and a pipe or device is written to directly; neither is replaced by a file.
+    Raises OSError, in which case the old file remains.
     """
     # resolve() would give no path: "pipe:[1234]" for /dev/stdout
     if path.exists() and not path.is_file():

@@ -29,8 +29,9 @@ from slipstream.schedules.schedule import (
 def schedule_forwards(schedule: Schedule) -> Schedule:
     """Return a schedule of only the forwards of a training schedule, on the same workers.
 
-    The result obeys the rules of `schedules.check.check` with `forwards=True`. Its lower bound
-    follows from the work: the busiest live worker has at least an even share of all forwards.
+    The result obeys the rules of `schedules.check.check` with `forwards=True`, and its memory is
+    unlimited. Its lower bound follows from the work: the busiest live worker has at least an even
+    share of all forwards.
     """
     # Ops without duration may start at the same tick, so layers decide which comes first.
     planned = sorted(

@@ -67,8 +67,9 @@ Node = Op | Transfer | Collective
 def order_transfers(schedule: Schedule, programs: Mapping[Worker, Sequence[Op]]) -> list[Transfer]:
     """Return the tensors that are sent, in an order in which no worker waits forever.
 
-    `programs` has the ops of each worker, and all workers can follow the order. Raises ValueError
-    if the ops alone already wait for each other in a circle.
+    `programs` has the ops of each worker, and all workers can follow the order. Tensors for ops
+    that are not in `programs` are left out. Raises ValueError if the ops alone already wait for
+    each other in a circle.
     """
     # Transfers go in the order of the ops that make them. With each inserted right after its op, a
     # topological order of ops remains one, even if transfers between the same two workers wait for
@@ -209,9 +210,9 @@ def last_local_backward(schedule: Schedule, ops: Sequence[Op], index: int) -> Op
 def early_reduction_order(schedule: Schedule, ops: Sequence[Op]) -> list[int]:
     """Return a worker's ops, as indices, with each all-reduce as early as possible.
 
-    Each A comes directly after the backward that it awaits on this worker, or after the previous A.
-    This is for reductions that overlap compute: A then waits for other workers while this one
-    computes, not afterwards.
+    Each A comes directly after the backward that it awaits on this worker, or after the previous A;
+    one that awaits no backward here does not move. This is for reductions that overlap compute: A
+    then waits for other workers while this one computes, not afterwards.
     """
     # The place of an op is its own index. An A has that of the op that it follows, and comes second
     # there.
@@ -295,8 +296,8 @@ def _planned_order(node: Node) -> tuple[int, str]:
 def place_as_early(schedule: Schedule, ops: Iterable[Op]) -> dict[OpKey, Op]:
     """Return compute ops by key, each with the earliest possible start.
 
-    An op waits for its worker and for the ops whose results it needs. Each worker keeps its order
-    in `ops`, which must list an op after all that it waits for.
+    An op waits for its worker and for the ops whose results it needs, if `ops` has them. Each
+    worker keeps its order in `ops`, which must list an op after all that it waits for.
     """
     free: dict[Worker, int] = defaultdict(int)
     placed: dict[OpKey, Op] = {}

@@ -45,7 +45,7 @@ class Worker(NamedTuple):
 
 
 Speeds = tuple[tuple[Worker, float], ...]
-"""Workers at unusual speed, sorted, each with the factor by which its ops take longer."""
+"""Workers at unusual speed, sorted, each with the factor on its compute ops' times."""
 HeldLayers = tuple[tuple[Worker, tuple[LayerRange, ...]], ...]
 """Layers that each live worker holds, sorted by worker."""
 

@@ -48,7 +48,7 @@ class OpTime(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Number of ops that were measured."""
     seconds: float
-    """Median of the ops' seconds, each divided by its sample's relative cost."""
+    """Median of the ops' seconds, each divided by its sample's relative cost, if known."""
     misfit: float | None = None
     """Root mean square of (duration / median - 1); None if no costs are known.
 

@@ -19,7 +19,7 @@ CHANGING_AT_START = frozenset({OpKind.F})
 
 
 def memory_change(kind: OpKind, activation: Amount, stash: Amount) -> Amount:
-    """Return the memory that an op of this kind takes, or minus what it releases.
+    """Return the memory that a compute op takes, or minus what it releases.
 
     A micro-batch holds `activation` from F to I (or B), and `stash` from I to W.
     """
@@ -81,8 +81,8 @@ def activation_room(schedule: Schedule, seat: Seat) -> int | None:
     """Return the memory for activations of a seat's worker; None means no limit.
 
     The result is in units of `schedule.memory.unit`. If the seat lists layers, it is what their
-    weights leave of the worker's `total_memory`. Otherwise it is the worker's own capacity, or else
-    that of its role's column (`Memory.capacity`).
+    weights leave of the worker's `total_memory`, negative if they exceed it. Otherwise it is the
+    worker's own capacity, or else that of its role's column (`Memory.capacity`).
     """
     memory = schedule.memory
     if memory is None:

@@ -136,8 +136,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Return the duration of an op in ticks on a physical worker.
 
         `where` is the number of the op's slice, for A too. For O, it is the column of the worker's
-        role. Compute ops take longer or shorter on a worker in `slow`. For O of a worker whose seat
-        lists its layers, use `optimizer_ticks`.
+        role. Compute ops take longer or shorter on a worker in `slow`, in whole ticks, rounded up.
+        For O of a worker whose seat lists its layers, use `optimizer_ticks`.
         """
         # The speed of a worker applies to compute ops only.
         if kind is OpKind.O:

@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     """Rule that an op of `kind` waits for the op `awaited` of the same micro-batch.
 
     The awaited op is `step` (-1, 0 or 1) slices further on the route. If there is no such slice,
-    the op waits for nothing.
+    the rule does not apply.
     """
 
     kind: OpKind
@@ -103,10 +103,7 @@ def consumers_with_rules(key: OpKey, path: Sequence[int]) -> Iterator[tuple[OpKe
 
 @cache
 def _rules_awaiting(kind: OpKind, position: int, length: int) -> tuple[Rule, ...]:
-    """Return the `RULES` by which others await an op of `kind` at `position`.
-
-    The position is that of the op's slice in a route of `length` slices.
-    """
+    """Return the `RULES` by which others await an op of `kind` at `position`."""
     return tuple(
         rule
         for rule in RULES

@@ -106,7 +106,8 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
     def parse(cls, text: str, pipelines: Sequence[int] | None = None) -> "Instruction":
         """Parse a line of a program. Raises ProgramError.
 
-        The line names pipelines by number; if `pipelines` is given, by the index in it.
+        The line names pipelines by number; if `pipelines` is given, by the index in it. Raises
+        IndexError for an index beyond it.
         """
         match = _LINE.fullmatch(text)
         kind = None if match is None else _KINDS.get(match[2])
@@ -255,11 +256,7 @@ class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def _value_at(
         self, instruction: Instruction, activation: bool, *, begins: bool
     ) -> ValueName | None:
-        """Return the value where a slice begins or, if not `begins`, where it ends.
-
-        It is an activation or, if `activation` is False, a gradient; None where the model begins or
-        ends.
-        """
+        """Return the value where a slice begins or ends; None at the model's ends."""
         assert instruction.slice is not None and instruction.pipeline is not None
         assert instruction.microbatch is not None
         layer = self.layers_of(instruction.slice)[0 if begins else 1]
@@ -278,7 +275,8 @@ def build_program(
 ) -> WorkerProgram:
     """Return the program of one live worker of a schedule.
 
-    `ties` has the holders of each group of layers with shared parameters.
+    The schedule must pass `schedules.check`. `ties` has the holders of each group of layers with
+    shared parameters.
     """
     # Tensors are numbered within the pipelines that share micro-batches with the worker's.
     seat = schedule.seat_of[worker]
@@ -377,10 +375,7 @@ def _find_latest_receive(schedule: Schedule, ops: Sequence[Op], crossing: Crossi
 def _lower_transfers(
     ops: Sequence[Op], worker: Worker, crossings: Sequence[Crossing]
 ) -> Iterator[Instruction]:
-    """Iterate over the instructions for the transfers of a worker, in the order of `crossings`.
-
-    `ops` is the worker's program, in which crossings name ops by index.
-    """
+    """Iterate over the instructions for the transfers of a worker, in the order of `crossings`."""
     last_taken: dict[Worker, list[int]] = defaultdict(list)
     # For each target and send to it: how far the target's program is when it has taken this send
     # and all earlier ones.

@@ -42,7 +42,10 @@ Rows = Mapping[Worker, tuple[Cell, ...]]
 
 
 def build_rows(schedule: Schedule) -> Rows:
-    """Return each live worker's cells. Raises NotWholeError unless stages are whole, in place."""
+    """Return each live worker's cells. Raises NotWholeError unless stages are whole, in place.
+
+    Raises ValueError if ops wait for each other in a circle.
+    """
     rows = _RowWriter(require_whole_stages(schedule)).write_cells()
     return {worker: tuple(cells) for worker, cells in rows.items()}
 

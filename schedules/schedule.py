@@ -145,7 +145,7 @@ class Scope(StrEnum):
 
 
 _WIDTH = {scope: width for width, scope in enumerate(Scope)}
-"""Place of each scope in the order from the narrowest to the widest."""
+"""Place of each scope, from the narrowest to the widest; not used for PLACEMENT."""
 _WORDS = {
     Scope.OWN: "with layers and micro-batches in place",
     Scope.STAGES: "with whole stages in place",
@@ -200,7 +200,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @cached_property
     def scope(self) -> Scope:
-        """Scope of the lower bound; if unset, the narrowest that includes this schedule."""
+        """Scope of the lower bound; if unset, derived from failures, slices and held layers."""
         if self.bound_scope is not msgspec.UNSET:
             return self.bound_scope
         # An older file does not say, so what this schedule itself needs decides.
@@ -215,7 +215,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def with_bound(self, ticks: int, scope: Scope | msgspec.UnsetType) -> "Schedule":
         """Return a copy with another lower bound, which is proven for the schedules of `scope`.
 
-        `ticks` must not exceed the period. If both are equal, the copy's status is `optimal`.
+        `ticks` must not exceed the period. If both are equal, the copy's status is `optimal`, else
+        `feasible`.
         """
         assert ticks <= self.period_ticks, (
             f"a bound of {ticks} ticks is above the period of {self.period_ticks}"
@@ -289,7 +290,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return {worker: values[number] for worker, number in self.equivalence_class_of.items()}
 
     def ops(self, worker: Worker) -> list[Op]:
-        """Return the ops of a live worker, in program order."""
+        """Return the ops of a live worker, in program order. Raises KeyError for another one."""
         seat = self.seat_of[worker]
         return list(place_ops(self.programs[seat.program], seat, self.times))
 
@@ -299,7 +300,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             yield from place_ops(self.programs[seat.program], seat, self.times)
 
     def ops_on_compute(self, worker: Worker) -> list[Op]:
-        """Return a worker's ops in order, without A if reductions overlap with compute."""
+        """Return a live worker's ops in order, without A if reductions overlap with compute."""
         return [op for op in self.ops(worker) if not (self.has_overlap and op.kind is OpKind.A)]
 
     def seconds(self, ticks: int) -> float:

@@ -86,11 +86,11 @@ def divide_schedule(
 ) -> DividedSchedule:
     """Divide a schedule into shares of its workers.
 
-    `ties` has the holders of each group of layers with tied parameters. `alike` is a divided
-    schedule that differs from this one only in pipeline numbers, and the new number of each of its
-    pipelines; None: there is none. Its programs are reused, which saves nearly all of the
-    computation. Tensors that are planned for the same instant may then have another order, which
-    all workers can follow as well.
+    The schedule must pass `schedules.check`. `ties` has the holders of each group of layers with
+    tied parameters. `alike` is a divided schedule that differs from this one only in pipeline
+    numbers, and the new number of each of its pipelines; None: there is none. Its programs are
+    reused, which saves nearly all of the computation. Tensors that are planned for the same instant
+    may then have another order, which all workers can follow as well.
     """
     contents: dict[str, bytes] = {}
 
@@ -131,7 +131,7 @@ def assemble_program(
     """Build a worker's program from its share of a divided schedule.
 
     `contents` has what the share refers to, by digest, and `failed` the workers that are down.
-    Raises KeyError if a content is missing.
+    Raises KeyError if a content is missing, and ValueError if one is malformed.
     """
     frame = _FRAME.decode(contents[share.frame])
     lines = _LINES.decode(contents[share.work])
@@ -207,11 +207,7 @@ def _lower_to_text(
 def _encode_sums(
     schedule: Schedule, ties: Sequence[Sequence[Worker]], store: Callable[[object], str]
 ) -> Iterator[str]:
-    """Store what each seat's worker sums, and yield the digests in the order of seats.
-
-    `ties` has the holders of each group of layers with tied parameters. `store` stores a content,
-    and returns its digest.
-    """
+    """Store what each seat's worker sums, and yield the digests in the order of seats."""
     tied = [(number, tuple(sorted(workers))) for number, workers in enumerate(ties)]
     ties_of: dict[Worker, tuple[int, ...]] = defaultdict(tuple)
     for number, workers in tied:
@@ -227,10 +223,7 @@ def _encode_sums(
 
 
 def _sums_by_program(schedule: Schedule) -> list[SumsByColumn]:
-    """Return, for each program in order, its reduced ranges of layers and who reduces them.
-
-    A column's number stands for all live workers of the column.
-    """
+    """Return, for each program in order, its reduced ranges of layers and who reduces them."""
     # If all live workers of a column reduce a range, its column says so: failures then change no
     # content.
     live = Counter(seat.worker.column for seat in schedule.seats)

@@ -77,11 +77,7 @@ def _roles_by_pipeline(schedule: Schedule) -> Mapping[int, list[RoleProgram]]:
 def _canonical_number(
     program: Program, number: int, number_of: Mapping[int, int], first_numbers: dict[Program, int]
 ) -> int:
-    """Return the number of the first program that is equal with pipelines as in `number_of`.
-
-    `number` is the program's own. `first_numbers` has the numbers of the programs so far, with
-    pipelines renumbered in this way; the program is added if it is new.
-    """
+    """Return the number of the first program that is equal with pipelines as in `number_of`."""
     # Only a program that names other pipelines can differ from another in numbers alone.
     if len(number_of) == 1 or all(op.pipeline is None for op in program):
         return number

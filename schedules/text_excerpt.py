@@ -15,9 +15,9 @@ def render_excerpt(schedule: Schedule, op: Op | None, worker: Worker | None = No
     """Draw the ops around `op`, which is marked, as text.
 
     Without an op, the end of the program of `worker` is drawn. Without both, or if the worker is
-    not live, the result is empty. At most MAX_ROWS workers are shown: the one that runs the op,
-    those of its pipeline and, if the op is an A, its peers. Lines have at most MAX_COLUMNS
-    characters of ops.
+    not live or runs nothing, the result is empty. At most MAX_ROWS workers are shown: the one that
+    runs the op, those of its pipeline and the micro-batch's and, if the op is an A, its peers.
+    Lines have at most MAX_COLUMNS characters of ops.
     """
     worker = op.worker if op is not None else worker
     if worker is None or worker not in schedule.seat_of:
@@ -73,11 +73,7 @@ def _workers_to_show(schedule: Schedule, op: Op | None, worker: Worker) -> list[
 
 
 def _draw_line(ops: Iterable[Op], marked: Op | None, pipeline: int, first: int, ticks: int) -> str:
-    """Draw a worker's ops from tick `first` on: `F3--`, or `F1.3` of another pipeline.
-
-    `pipeline` is that of the worker's role. `ticks` have OP_CHARACTERS characters. The op `marked`
-    is drawn over others; None: no op is marked.
-    """
+    """Draw a worker's ops from tick `first` on: `F3--`, or `F1.3` of another pipeline."""
     cells = [" "] * MAX_COLUMNS
     # The marked op comes last, so that no other is drawn over it.
     for op in sorted(ops, key=lambda op: op == marked):

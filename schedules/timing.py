@@ -68,7 +68,8 @@ def replay_with_noise(
 ) -> Floats:
     """Return the mean seconds from one iteration to the next in each of several replays.
 
-    Durations are random. Without noise, the result is at most the planned period.
+    The shape is [replays]. Durations are random. With neither spread nor slow workers, the result
+    is at most the planned period.
 
     Raises ValueError for values out of range, unknown workers, and schedules whose ops wait for
     each other in a circle.
@@ -112,8 +113,9 @@ def period_at(schedule: Schedule, speeds: Mapping[Worker, float]) -> float:
     """Return the seconds from one iteration to the next if workers have other speeds.
 
     `speeds` has the factors by which compute ops of workers take longer than usual; others take the
-    usual time. The order of each worker's ops stays as planned. Ops wait for each other as in the
-    runtime. Raises ValueError if they wait in a circle, or for a factor out of range.
+    usual time. If all are within 0.1 % of the plan's, the result is the planned period. The order
+    of each worker's ops stays as planned. Ops wait for each other as in the runtime. Raises
+    ValueError if they wait in a circle, or for a factor out of range.
     """
     planned = schedule.times.per_mille_of
     slow = {

@@ -20,8 +20,9 @@ def with_whole_stages(schedule: Schedule) -> Schedule:
     """Return a copy in which slices of several whole stages run stage by stage.
 
     On a V, a worker may run two successive stages as one slice. Here their ops follow each other:
-    forwards in the order of the stages, backwards in reverse. A schedule with two directions is
-    returned as it is, because its stages are held twice.
+    forwards in the order of the stages, backwards in reverse. They start as if their worker had the
+    usual speed. A schedule with two directions is returned as it is, because its stages are held
+    twice.
     """
     if schedule.grid.chains > 1:
         return schedule
@@ -60,8 +61,8 @@ def _divide_op(
 def require_whole_stages(schedule: Schedule) -> Schedule:
     """Return the schedule with slices of several stages run stage by stage.
 
-    Raises NotWholeError if a worker holds other layers than those of its stages, or a slice is part
-    of a stage.
+    Raises NotWholeError if a worker holds other layers than those of its stages, or runs a slice
+    that is not made of whole stages or, with two directions, is no stage.
     """
     for seat in schedule.seats:
         if schedule.has_moved_layers(seat):

@@ -1,1 +1,1 @@
-"""Drawings of schedules and figures as text, pictures and pages."""
+"""Drawings of schedules, runs, simulations and figures as text, pictures and pages."""

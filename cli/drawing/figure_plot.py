@@ -29,7 +29,11 @@ MAX_HORIZONTAL_NAMES = 8
 
 
 def draw_figure(figure: Figure) -> bytes:
-    """Return the picture of a figure as PNG."""
+    """Return the picture of a figure as PNG. Changes `matplotlib.rcParams`.
+
+    The figure has at most as many published series as there are `MARKERS`, and as many others as
+    there are `COLOURS`. Bars show published series only if there are as many others.
+    """
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     picture = Picture(figsize=(9.5, 5.6), dpi=130, layout="constrained")
     axes = picture.subplots()

@@ -12,7 +12,7 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
 
     `F3` is micro-batch 3, `f1.3` a re-routed one of pipeline 1, `F1.3` one shed from there, and
     `F3:4-6` a slice of layers 4 to 6. The text `prime` follows the number: it marks stages after
-    the first of a worker that holds several.
+    the first of a worker that holds several. An op without micro-batch has its letter alone.
     """
     if op.microbatch is None or op.slice is None:
         return [str(op.kind)]
@@ -35,7 +35,7 @@ def op_labels(op: Op, schedule: Schedule, prime: str = "") -> list[str]:
 def worker_label(worker: Worker, schedule: Schedule) -> str:
     """Return a worker's label: `1.2`, or `1.2 as 0.1` if it fills another role.
 
-    Held layers follow if they are not those of the role.
+    Held layers follow, in up to `MAX_HELD` characters, if they are not those of the role.
     """
     seat = schedule.seat_of.get(worker)
     if seat is None:

@@ -24,7 +24,7 @@ def to_json(value: object) -> str:
 
 
 def pack_json(value: object) -> str:
-    """Encode a value as JSON, compressed by zlib, in base64, for the page to unpack."""
+    """Encode a value by `to_json`, compressed by zlib, in base64, for the page to unpack."""
     return base64.b64encode(zlib.compress(to_json(value).encode(), 9)).decode()
 
 

@@ -1,8 +1,8 @@
-"""Draw charts of a run over time: throughput, missing workers, loss.
+"""Draw charts of a run over time: phases, throughput, missing workers, loss.
 
 The charts are SVG whose x axis is in seconds of the run. The page stretches them to its width, and
-shows a part of them by changing `viewBox`. Lines keep their width (`vector-effect`), and no text is
-inside.
+shows a part of them by changing `viewBox`. Lines keep their width (`vector-effect`), and only
+tooltips have text.
 """
 
 import math
@@ -21,7 +21,7 @@ MAX_POINTS = 2000
 _MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440, 2880, 7200, 14400, 43200)
 _SHORT_STEPS = tuple(factor * 10.0**power for power in range(-6, 1) for factor in (1, 2, 5))
 TIME_STEPS = (*_SHORT_STEPS, 10.0, 15.0, 30.0, *(60.0 * minutes for minutes in _MINUTES))
-"""Round numbers of seconds between axis labels; from a minute on, those of a clock."""
+"""Round numbers of seconds between axis labels; from 15 on, those of clock and calendar."""
 HEIGHT = 100
 """Height of every chart, in units of its `viewBox`."""
 
@@ -31,7 +31,7 @@ class Point:
     """Consecutive iterations that a chart shows as one point."""
 
     begin: float
-    """Time of the run, in seconds, at which the first of these iterations began."""
+    """Time of the commit, or a start's first order, before these iterations, in run seconds."""
     end: float
     first: int
     count: int
@@ -79,8 +79,8 @@ def planned_rate(run: RunRecord, generation: GenerationRecord) -> float | None:
     """Return the planned samples per second of a generation; None if they are not known.
 
     The rate is the generation's planned share of the throughput measured with all workers. Without
-    these two, it is the rate measured in the first generation that has a planned period, times this
-    period over that of `generation`.
+    one of these, it is the rate measured in the first generation with a measured and a planned
+    period, times this planned period over that of `generation`.
     """
     samples = run.starts[-1].samples
     whole = run.full_grid_iteration_seconds
@@ -109,7 +109,7 @@ def draw_charts(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def choose_ticks(total: float) -> list[float]:
-    """Return times in seconds for axis labels: multiples of a round step up to `total`."""
+    """Return times, in seconds, for axis labels: a round step's multiples, 0 to `total`."""
     step = next((step for step in TIME_STEPS if step >= total / 8), nice_step(total, 8))
     return [index * step for index in range(math.floor(total / step + 1e-9) + 1)]
 
@@ -164,7 +164,7 @@ def _draw_losses(run: RunRecord, found: Sequence[Point]) -> str:
 
 
 def _draw_phases(run: RunRecord) -> str:
-    """Return a strip, as HTML, with the phase of each generation over time."""
+    """Return a strip, as HTML, of generations' phases, starting and settling over time."""
     parts = [
         f'<rect class="{generation.order.phase.replace(" ", "-")}" x="{generation.begin:.3f}" '
         f'width="{generation.end - generation.begin:.3f}" '
@@ -197,7 +197,8 @@ def describe_generation(generation: GenerationRecord) -> str:
 def find_starting(run: RunRecord) -> list[tuple[float, float]]:
     """Return intervals (begin, end), in seconds, from each start to its first generation.
 
-    A start without a generation lasts until the next start or the end of the run.
+    A start without a generation lasts until the next start or the end of the run. Empty intervals
+    are left out.
     """
     starts = [happened.at for happened in run.events if isinstance(happened.event, Started)]
     intervals = []

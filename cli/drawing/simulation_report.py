@@ -32,7 +32,7 @@ MORE_COLOURS = ("#7b68ee", "#5f9ea0", "#a0522d", "#c71585", "#6b8e23")
 OURS = ("slipstream", "slipstream-fixed")
 """Names of the policies that simulate this project's own runtime."""
 TO_FAILURES = "lost to failures"
-"""Name of the lost time that is not due to a slower schedule."""
+"""Name of all lost time but that of `Cause.WHOLE`."""
 CAUSE_COLOURS = {
     Cause.RUN: "#0072b2",
     Cause.WHOLE: "#9ecae1",
@@ -147,11 +147,7 @@ def _compare_leader(result: Comparison) -> str:
 
 
 def _compare_planned(result: Comparison, best: str) -> str:
-    """Return a sentence comparing our policy `best` with the best other, given our schedules.
-
-    The other policies are simulated with this planner's schedules instead of theirs. The sentence
-    begins with a space. Empty if `best` is not ours, or no other trains anything.
-    """
+    """Return a sentence on `best`, if ours, beside others with our schedules; or ""."""
     # Only our own policies are on this planner's schedules already.
     if best not in OURS or not result.planned:
         return ""
@@ -172,7 +168,8 @@ def _initially_shown(result: Comparison) -> set[str]:
 def summarize_comparison(result: Comparison) -> str:
     """Return a line with the first policy's throughput and its ratios to those of others.
 
-    The first is that of `result.runs`; reference lines are left out.
+    The first is that of `result.runs`; reference lines are left out. A sentence may follow, on the
+    first beside others with this planner's schedules. Without policies, the line says so.
     """
     real = {
         name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
@@ -191,7 +188,7 @@ def summarize_comparison(result: Comparison) -> str:
 
 
 def describe_trace(trace: AvailabilityTrace) -> str:
-    """Return a line on an availability trace: length, losses, mean live workers."""
+    """Return a line on an availability trace: length, losses, slowdowns, mean live workers."""
     more = [
         text
         for count, text in (
@@ -219,7 +216,7 @@ def tokens_per_gpu_hour(result: Comparison, run: PolicyRun, tokens: int | None) 
 
 
 def policy_colour(policy: str) -> str:
-    """Return the CSS colour of a policy's line."""
+    """Return the CSS colour of a policy's line. Raises ValueError for an unknown policy."""
     others = [name for name in POLICIES if name not in COLOURS]
     return COLOURS.get(policy) or MORE_COLOURS[others.index(policy) % len(MORE_COLOURS)]
 
@@ -419,7 +416,7 @@ def _causes_chart(result: Comparison) -> str:
 
 
 def _find_axis_end(rows: Mapping[str, Mapping[Any, float]]) -> float:
-    """Return where the axis of stacked bars ends: the hours of the longest row."""
+    """Return the axis end of stacked bars: the longest row's hours, or 1 if 0."""
     return max((sum(row.values()) for row in rows.values()), default=0.0) or 1.0
 
 
@@ -428,8 +425,8 @@ def draw_hours_by_cause(
 ) -> str:
     """Return a chart, as HTML, with a stacked bar of lost hours for each policy.
 
-    Of all `hours`, the argument `rows` has those lost, by policy and cause. The axis ends at `top`;
-    None: at `hours`.
+    Of all `hours`, the argument `rows` has those lost, by policy and by each `Cause`. The axis ends
+    at `top`; None: at `hours`.
     """
     legend = ""
     for cause in Cause:

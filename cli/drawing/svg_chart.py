@@ -84,7 +84,7 @@ def draw_bars(
     x: str,
     unit: str,
 ) -> str:
-    """Return a chart, as HTML, with a stacked bar for each row.
+    """Return a chart, as HTML, with a stacked bar for each row, and its sum.
 
     The chart is two SVGs, for wide and for narrow screens, so that text has the same size on both.
     The page's style shows one of them.
@@ -203,7 +203,7 @@ def draw_tornado(
 
 
 def nice_top(value: float) -> float:
-    """Return the end of an axis for `value`: a round number at or above it."""
+    """Return an axis' end: a round number at or above `value`; 1 for 0."""
     step = nice_step(value or 1.0, 5)
     return math.ceil((value or 1.0) / step - 1e-9) * step
 

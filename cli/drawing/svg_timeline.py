@@ -29,7 +29,7 @@ LEFT = 84
 """Margin for the labels of workers, in pixels."""
 RIGHT = 16
 TOP = 44
-"""Margin for the labels of the time axis, in pixels."""
+"""Margin for the title and the labels of the time axis, in pixels."""
 BOTTOM = 34
 """Margin for the legend, in pixels."""
 WIDTH = 1000
@@ -148,10 +148,7 @@ def _draw_row(
 
 
 def _draw_op(op: Op, schedule: Schedule, chunk: int, y: int, scale: float) -> Iterator[str]:
-    """Yield SVG of an op at height `y`; a tick is `scale` wide.
-
-    `chunk` is the number of the op's stage among its worker's, which differ in shade and label.
-    """
+    """Yield SVG of an op at height `y`; a tick is `scale` pixels wide."""
     # The number of the op's stage among its worker's; reductions and steps are of all.
     chunk = chunk if op.microbatch is not None else 0
     frame, line = FRAMES[schedule.origin(op)]
@@ -179,11 +176,7 @@ def _draw_box(
     line: str,
     inside: str,
 ) -> str:
-    """Return SVG of a box for a kind of op.
-
-    The text `line` has its attributes, and `inside` its contents. It is lighter unless `chunk`, the
-    number of the op's stage among the worker's, is 0.
-    """
+    """Return SVG of a box for a kind of op, lighter unless `chunk` is 0."""
     faint = f' fill-opacity="{LIGHTER_OPACITY}"' if chunk else ""
     parts = [
         f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
@@ -202,10 +195,7 @@ def _draw_box(
 
 
 def _choose_label(op: Op, schedule: Schedule, prime: str, room: int) -> str:
-    """Return the most informative label of at most `room` characters; "" if all are longer.
-
-    The text `prime` marks later stages of a worker, as in `op_labels`.
-    """
+    """Return the most informative label of at most `room` characters; "" if all are longer."""
     texts = op_labels(op, schedule, prime)
     if op.microbatch is not None:
         foreign = schedule.origin(op) != "own"

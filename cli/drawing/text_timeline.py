@@ -45,8 +45,9 @@ BUBBLE = "·"
 def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> Group:
     """Return a drawing of the planned iteration in `width` characters.
 
-    The drawing has about `height` lines; None: up to `MAX_ROWS` rows of workers. Pipelines that run
-    the same programs are drawn once.
+    The drawing has up to about `height` lines, with room for `MIN_ROWS` workers at least; None:
+    with room for `MAX_ROWS`. Pipelines that run the same programs are drawn once; what does not fit
+    is only counted. The time axis has at least `MIN_COLUMNS` characters, whatever the width.
     """
     blocks = _to_blocks(schedule, _max_rows(height), find_equal_pipelines(schedule))
     programs = {
@@ -59,7 +60,11 @@ def draw_timeline(schedule: Schedule, width: int, height: int | None = None) -> 
 
 
 def draw_measured_timeline(schedule: Schedule, iteration: MeasuredIteration, width: int) -> Group:
-    """Return a drawing, `width` characters wide, of a measured iteration's workers."""
+    """Return a drawing, `width` characters wide, of a measured iteration's workers.
+
+    Of more than `FULL_ROWS` workers, pipelines with the same programs are drawn once, by the first
+    of them, in up to `MAX_ROWS` lines.
+    """
     grid = schedule.grid
     equal: list[tuple[int, ...]] = [(pipeline,) for pipeline in range(grid.pipelines)]
     if grid.pipelines * grid.columns > FULL_ROWS:
@@ -186,13 +191,9 @@ def _draw_axis(scale: _Scale, tick_seconds: float) -> str:
 def _to_blocks(
     schedule: Schedule, rows: int, equal_sets: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Return the sets of pipelines to draw once each; their lines fit `rows`.
-
-    Pipelines in a set of `equal_sets` are drawn as one, those with dead or moved workers by
-    themselves. If room is short, the latter are kept first, then the largest sets, and at least one
-    set.
-    """
-    # Pipelines with dead or moved workers are drawn by themselves, and first if room is short.
+    """Return the sets of pipelines to draw once each: those that fit, at least one."""
+    # Pipelines with dead or moved workers are drawn by themselves. If room is short, they are kept
+    # first, then the largest sets.
     broken = {worker.pipeline for worker in schedule.failed}
     broken |= {
         pipeline
@@ -223,10 +224,7 @@ def _block_title(block: tuple[int, ...]) -> str:
 
 
 def _build_legend(ops: Iterable[Op], schedule: Schedule, width: int) -> list[Text]:
-    """Return the lines of the legend of these ops.
-
-    A line has at most `width` characters, or one entry that is longer.
-    """
+    """Return the lines of these ops' legend, of at most `width` characters if entries fit."""
     used = {op.kind for op in ops if op.end_ticks > op.start_ticks}
     if schedule.has_overlap:
         used.discard(OpKind.A)

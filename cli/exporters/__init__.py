@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class ExportError(ValueError):
-    """Error: this format cannot express the schedule. The message is one line."""
+    """One-line error: this format cannot express the schedule, or needs an option."""
 
 
 class Exporter(NamedTuple):

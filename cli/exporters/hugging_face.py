@@ -11,9 +11,9 @@ from slipstream.runtime.checkpoints.hugging_face_export import export_model
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model of a checkpoint to a folder that transformers can load.
 
-    Raises CheckpointError if the model is none of `[model] hugging_face` or a layer cannot be read,
-    ConfigError if transformers refuses the model's config, and OSError if the folder cannot be
-    written.
+    The folder is replaced as a whole. Raises CheckpointError if the model is none of `[model]
+    hugging_face` or a layer cannot be read, ConfigError if transformers refuses the model's config,
+    and OSError if the folder cannot be written.
     """
     document = checkpoint.manifest.identity.get("model.hugging_face")
     if not isinstance(document, dict):

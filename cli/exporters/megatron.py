@@ -56,8 +56,9 @@ def export_schedule(
 ) -> None:
     """Write Megatron-LM's flags for the stages of a plan, to `out` or stdout.
 
-    The argument `decoder_layers` is that of `build_settings`. Raises ExportError if the plan is
-    more than a placement of stages that Megatron-LM takes.
+    The argument `decoder_layers` is that of `build_settings`; with `json`, stdout gets an object.
+    Raises ExportError if the plan is more than a placement of stages, or as `build_settings`. Exits
+    2 if `out` cannot be written.
     """
     schedule = with_whole_stages(schedule)
     if schedule.grid.chains == 1:  # `build_settings` refuses two
@@ -95,7 +96,8 @@ def build_settings(grid: Grid, decoder_layers: int | None) -> MegatronSettings:
 
     The model has `decoder_layers` decoder layers; which of the stages' other layers are embedding,
     head or multi-token prediction, `planner.job.megatron.split_letters` says. Raises ExportError if
-    `decoder_layers` is None, or if Megatron-LM does not take the stages.
+    `decoder_layers` is None or does not fit, or if Megatron-LM does not take the stages or the
+    numbers of micro-batches.
     """
     chunks = len(grid.stages) // grid.columns
     _require_round_robin(grid, chunks)
@@ -156,10 +158,9 @@ def _require_round_robin(grid: Grid, chunks: int) -> None:
 
 
 def _microbatch_group(grid: Grid, chunks: int) -> int | None:
-    """Return how many micro-batches a rank runs of one stage at a time.
+    """Return a rank's micro-batches of one stage at a time; None: Megatron-LM's default.
 
-    A rank has `chunks` stages. None: Megatron-LM's default fits. Raises ExportError if no number
-    does.
+    Raises ExportError if no number fits.
     """
     low, high = min(grid.microbatches), max(grid.microbatches)
     if low < high:

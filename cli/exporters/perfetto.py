@@ -32,7 +32,7 @@ NAMES = {
 
 
 def perfetto_trace(schedule: Schedule, measured: Sequence[MeasuredIteration] = ()) -> bytes:
-    """Return the trace-event JSON of a schedule and measured iterations, all from time 0."""
+    """Return the trace-event JSON of a schedule and of measured iterations of its workers."""
     # Flows are numbered over all iterations, since their numbers must differ.
     flows = count(1)
     planned = {seat.worker: schedule.ops(seat.worker) for seat in schedule.seats}
@@ -56,12 +56,7 @@ def _process_events(
     tick_seconds: float,
     flows: Iterator[int],
 ) -> Iterator[Event]:
-    """Yield all trace events of one planned or measured iteration.
-
-    Each iteration has a number of its own, `block`, by which its pipelines get their process ids.
-    The times in `programs` are in ticks of `tick_seconds`, and `flows` yields the ids of its
-    transfers.
-    """
+    """Yield all trace events of one planned or measured iteration, the `block`-th."""
 
     def process(worker: Worker) -> int:
         return block * schedule.grid.pipelines + worker.pipeline + 1

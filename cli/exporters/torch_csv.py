@@ -33,7 +33,7 @@ def export_schedule(
 ) -> None:
     """Write the order of ops as CSV for torch, to `out` or stdout.
 
-    Raises ExportError if torch's runtime cannot run the order.
+    Raises ExportError if torch's runtime cannot run the order. Exits 2 if `out` cannot be written.
 
     Parameters
     ----------
@@ -41,11 +41,12 @@ def export_schedule(
         Pipeline whose rows are written. None: the first; with `communication`, all, if one
         cannot be run by itself.
     communication
-        Whether sends and receives are written, too (see `write_order`), as `all_pipelines` needs.
+        Whether transfers and reductions are written, too (see `write_order`), as `all_pipelines`
+        needs.
     all_pipelines
-        Whether the rows of all pipelines are written.
+        Whether the rows of all pipelines are written, whatever `pipeline` is.
     json
-        Whether an object with the CSV and its format goes to stdout.
+        Whether an object with the CSV and its format goes to stdout, also with `out`.
     """
     is_shared = bool(
         schedule.failed or schedule.rerouted or schedule.shed or schedule.grid.chains > 1
@@ -107,10 +108,7 @@ def write_order(schedule: Schedule, pipeline: int = 0, *, communication: bool = 
 def _actions_of(
     ops: Sequence[Op], crossing: Sequence[Transfer] | None, worker: Worker, grid: Grid
 ) -> Iterator[str]:
-    """Yield a worker's CSV cells, in order.
-
-    With `crossing` transfers, these include receives, sends and REDUCE_GRAD.
-    """
+    """Yield a worker's CSV cells, in order; with `crossing`, also transfers and REDUCE_GRAD."""
     for step in interleave_transfers(
         ops, crossing or (), worker, lambda _, number: grid.stages_of_microbatch(number)
     ):

@@ -52,7 +52,8 @@ def export_schedule(
 ) -> None:
     """Write one pipeline's order (`schedule.csv`), and torchtitan's `flags`, to a folder.
 
-    Raises ExportError if torchtitan cannot run the schedule.
+    Raises ExportError if torchtitan cannot run the schedule, or needs `decoder_layers` that fit.
+    Exits 2 if the folder cannot be written.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ def export_schedule(
     tensor_parallel
         Number of ranks of a worker.
     json
-        Whether the flags are also printed as JSON.
+        Whether the flags are printed as JSON, instead of the next command.
     """
     pipeline = pipeline or 0
     flags = _build_flags(
@@ -181,8 +182,7 @@ def _schedule_class(grid: Grid) -> str:
 def _module_names(grid: Grid, decoder_layers: int, head: str) -> Iterator[str]:
     """Yield the names of each stage's modules in torchtitan, joined by commas.
 
-    `head` is the name of the head's module. Raises ExportError unless the plan has `decoder_layers`
-    layers, or two more: embedding and head.
+    Raises ExportError unless the plan has `decoder_layers` layers, or two more.
     """
     outer = grid.layer_count - decoder_layers
     if outer not in (0, 2):

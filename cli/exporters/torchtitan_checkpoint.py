@@ -36,8 +36,9 @@ class _LazyPlanner(DefaultSavePlanner):
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model of a run's checkpoint as torchtitan's checkpoint to `folder`.
 
-    One layer is in memory at a time. Raises CheckpointError if the run's model is not torchtitan's,
-    ConfigError if the model cannot be built, and OSError.
+    The folder is replaced as a whole, and one layer is kept in memory at a time. Raises
+    CheckpointError if the run's model is not torchtitan's, or a layer cannot be read, ConfigError
+    if the model cannot be built, and OSError if the folder cannot be written.
     """
     identity = checkpoint.manifest.identity
     name = identity.get("model.torchtitan")

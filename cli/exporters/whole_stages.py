@@ -20,7 +20,8 @@ def require_whole_pipeline(
 ) -> None:
     """Raise ExportError unless a pipeline runs its own micro-batches, stage by stage.
 
-    Only then can another library run the pipeline by itself. Messages call that library `runtime`.
+    Only then can another library run the pipeline by itself. The pipeline must exist, too. Messages
+    call that library `runtime`.
     """
     grid = schedule.grid
     if not 0 <= pipeline < grid.pipelines:

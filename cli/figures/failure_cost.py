@@ -52,8 +52,9 @@ def reproduce_failure_cost(progress: CountCallback, *, exposed: bool = False) ->
     """Return the README's table as a figure.
 
     Each policy has a row: samples per second while all workers are alive, and in each failure case,
-    with the change in percent. With `exposed`, gradient reductions occupy workers in all policies
-    (`[network] overlap = false`).
+    with the change in percent; those in `LIKE_FOR_LIKE` have a second one. With `exposed`, gradient
+    reductions occupy workers in all policies (`[network] overlap = false`). `progress` is called
+    after each case.
     """
     job = parse_job(preset_text(PRESET))
     if exposed:

@@ -17,7 +17,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     high: tuple[float | None, ...] = ()
     """Largest value under any of the assumptions; empty if only one was made."""
     published: bool = False
-    """True for values that the system's authors measured, drawn as points."""
+    """True for values that a system's authors published, drawn as points."""
     is_reference: bool = msgspec.field(default=False, name="yardstick")
     """True if this is a line to compare with, and no system that exists."""
 

@@ -18,7 +18,7 @@ SHORT_MEMORY = (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def build_row(point: Point, result: Result) -> tuple[str, ...]:
-    """Return a point's name, bubbles (ours, published, bound), comparison, and seconds."""
+    """Return a point's name, bubbles (ours, published or "", bound), comparison, and seconds."""
     published = "" if point.published is None else f"{point.published:.3%}"
     return (
         point.name,
@@ -34,6 +34,7 @@ def reproduce_curves(progress: CountCallback) -> Figure:
     """Return a figure of the bubble by memory for the first published setting.
 
     For each placement there are three curves: ours, the published one, and the lower bound.
+    `progress` is called after each point.
     """
     settings = read_settings()
     points = [

@@ -29,7 +29,9 @@ def reproduce_unlike_layers(
 ) -> Figure:
     """Return the figure called `name`: the throughput of each schedule on each model.
 
-    The schedules are the published ones and Slipstream's.
+    The schedules are the published ones and Slipstream's; throughputs are multiples of that of
+    interleaved 1F1B with uniform stages. Models are compared in parallel, in a process for each
+    core at most; `progress` is called after each.
     """
     results = []
     # Models are independent of each other, so they are compared in parallel.

@@ -1,7 +1,7 @@
 """Talk to the user of any command: answers, errors, progress in a log, Ctrl-C.
 
 stdout carries the answer (with --json exactly one JSON object), and stderr everything else. Exit
-status 0: done; 1: the answer is no; 2: bad input.
+status 0: done; 1: the answer is no; 2: bad input; over 128: a signal, such as Ctrl-C.
 """
 
 import contextlib
@@ -92,16 +92,20 @@ def console_of_width(width: int | None) -> Console:
 def count_free_lines(beside: Iterable[str]) -> int | None:
     """Return how many lines of the screen the texts in `beside` leave free.
 
-    The result is None if stdout is no terminal.
+    Two lines are kept for stderr and the prompt, so the result may be negative. It is None if
+    stdout is no terminal.
     """
     if not out.is_terminal:
         return None
-    # Two lines are for what stderr says of written files, and for the prompt.
     return out.height - sum(len(out.render_lines(line, pad=False)) for line in beside) - 2
 
 
 def print_json(answer: Mapping[str, object]) -> None:
-    """Print a command's answer to --json, as one line."""
+    """Print a command's answer to --json, as one line.
+
+    Exits with `BROKEN_PIPE_STATUS` if nobody reads it. Raises ValueError for a number that is
+    infinite or not a number.
+    """
     try:
         sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
         sys.stdout.flush()  # before what stderr says next, where both go to one file
@@ -110,7 +114,7 @@ def print_json(answer: Mapping[str, object]) -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with its control characters escaped, which file names may contain."""
+    """Return a text with all but printable characters and line feeds escaped."""
     return "".join(map(_escape_control, text))
 
 
@@ -172,7 +176,7 @@ def duration(seconds: float) -> str:
 
 
 QUIET_SECONDS = 10.0
-"""Shortest time between two lines that say what is being done."""
+"""Shortest time, in seconds, from any line to one that says what is being done."""
 
 
 class LogProgress:
@@ -188,7 +192,7 @@ class LogProgress:
         self._tenths, self._last_time = -1, -QUIET_SECONDS
 
     def show_count(self, done: int, total: int) -> None:
-        """Print how many of `total` are done, whenever a further tenth of them is."""
+        """Print how many of `total` are done, at first and whenever a further tenth is."""
         tenths = 10 * done // total if total else 0
         if tenths > self._tenths:
             self._tenths = tenths
@@ -207,7 +211,7 @@ class LogProgress:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay KeyboardInterrupt to the end of the context, such as an import of torch."""
+    """Delay KeyboardInterrupt to the context's end, unless Ctrl-C is pressed twice."""
     # Some modules would swallow it during their import.
     with defer_interrupts() as interrupted:
         yield

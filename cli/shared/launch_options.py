@@ -42,7 +42,7 @@ def find_own_node(
     """Return which node this process is, by options or else by the environment.
 
     The result is None if each worker was started as `ranks` processes and this is not the first one
-    of its worker. Exits 2 if options or environment contradict themselves.
+    of its worker. Exits 2 if options or environment contradict themselves, or are incomplete.
     """
     if nodes is None and node is None and rendezvous is None:
         try:
@@ -75,8 +75,8 @@ def find_own_node(
 def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
     """Return the job with the information which workers share a machine.
 
-    Unless the job has a [topology], this follows from the number of nodes in the run (`here`), over
-    which the workers of the `first` schedule are divided.
+    A job that has a [topology], or is run on one node, is returned unchanged. Otherwise the workers
+    of the `first` schedule are divided over the nodes of the run (`here`).
     """
     if job.nodes or here.nodes == 1:
         return job
@@ -89,7 +89,7 @@ def with_machines(job: Job, first: Schedule, here: LaunchInfo) -> Job:
 def read_secret_or_refuse(here: LaunchInfo) -> Secret | None:
     """Return the secret from the environment; None if a single node has none.
 
-    Exits 2 if a run on several nodes has none.
+    Exits 2 if a run on several nodes has none, or if it cannot be used.
     """
     try:
         secret = read_secret()
@@ -141,7 +141,7 @@ class Rehearsals:
 
     @property
     def slowdowns(self) -> "tuple[Slowdown, ...]":
-        """Slowdowns to inject, one for each worker that --slow names."""
+        """Slowdowns to inject, one for each worker that --slow names, by itself or its node."""
         from slipstream.runtime.protocol.failure_injection import Slowdown
 
         return tuple(
@@ -206,10 +206,7 @@ class Rehearsals:
                 )
 
     def _find_order_conflicts(self, worker: Worker, *, is_down: bool) -> Iterator[str]:
-        """Yield a line for each kill of `worker` while dead, or return while alive.
-
-        `is_down` says whether the worker is absent from the run's start on.
-        """
+        """Yield a line for each kill of `worker` while dead, or return while alive."""
         # Within an iteration, kills come before returns.
         events = sorted(
             (event.iteration, event.option != "--kill", event)
@@ -233,7 +230,10 @@ class Rehearsals:
 def read_rehearsals(
     job: Job, kill: list[str] | None, bring_back: list[str] | None, slow: list[str] | None
 ) -> Rehearsals:
-    """Return what --kill, --return and --slow ask for. Exits 2 if a text is malformed."""
+    """Return what --kill, --return and --slow ask for.
+
+    Exits 2 if a text is malformed, or names a worker or node that the job does not have.
+    """
     return Rehearsals(
         tuple(_read_all("--kill", kill or (), job)),
         tuple(_read_all("--return", bring_back or (), job)),
@@ -244,7 +244,8 @@ def read_rehearsals(
 def require_possible_rehearsals(arguments: Sequence[str]) -> None:
     """Exit 2 if the arguments of `slipstream train` ask for a rehearsal that cannot happen.
 
-    Anything else that is wrong, such as the job file, is left to the command itself.
+    Anything else that is wrong, such as the job file, is left to the command itself, and so are
+    conflicts if --failed, --failed-node or --schedule is given.
     """
     # Such a kill, return or slowdown is malformed, or of a worker or iteration that the job does
     # not have. The arguments are read by hand, since the command's module imports torch.
@@ -296,8 +297,7 @@ def _read_all(
 ) -> Iterator[_Rehearsal]:
     """Yield the events that an option asks for by texts D.S@ITERATION or nodeN@ITERATION.
 
-    Exits 2 for a malformed text, or a worker that the job does not have. The message quotes `said`,
-    what the user wrote; None: the text itself.
+    Exits 2 for a malformed text, or a worker that the job does not have.
     """
     for text in texts:
         name, at, iteration = text.partition("@")

@@ -1,6 +1,6 @@
 """Define arguments and options that several commands take, and read what they name.
 
-A function that reads exits 2 with one line if the input cannot be used.
+A function that reads exits 2 with one line if the input cannot be used; `read_schedules` raises.
 """
 
 import errno
@@ -285,7 +285,7 @@ def failed_workers(
 ) -> tuple[Worker, ...]:
     """Return the workers that --failed and --failed-node name, sorted, each once.
 
-    Exits 2 for a worker or node that the job does not have.
+    Exits 2 for a malformed text, and a worker or node that the job does not have.
     """
     try:
         of_nodes = workers_of_nodes(job.nodes, nodes or [], "--failed-node")
@@ -349,7 +349,10 @@ def load_table_or_refuse(folder: Path, option: str = "") -> Table:
 
 
 def read_job_or_refuse(path: Path, settings: Sequence[str] | None = None) -> Job:
-    """Return the job in a file, with the keys of --set applied. Exits 2 if it cannot be read."""
+    """Return the job in a file, with the keys of --set applied. Exits 2 if it cannot be read.
+
+    Prints a note on stderr if a forward takes `LONGEST_USUAL_SECONDS` or more.
+    """
     try:
         job = read_job(path, settings or ())
     except JobError as error:
@@ -397,7 +400,8 @@ class ScheduleInFile(NamedTuple):
 def read_schedules(path: Path) -> Iterator[ScheduleInFile]:
     """Yield the schedule in a file or table entry, or all of a table's folder.
 
-    Raises ScheduleError and TableError with one-line messages.
+    Their rules are not checked. A table's entries without a plan are left out. Raises ScheduleError
+    and TableError with one-line messages.
     """
     # A table's entry needs the index beside it, as it holds no programs of its own.
     try:
@@ -452,7 +456,8 @@ def may_exist(path: Path) -> bool:
 def require_writable(path: Path | None) -> None:
     """Exit 2 if no file can be written to `path`; None: check nothing.
 
-    The check creates a temporary file in the path's nearest existing parent.
+    The check creates a temporary file in the path's nearest existing parent, unless the path is a
+    pipe or device.
     """
     # To be known before long work, not after it.
     if path is None:
@@ -478,7 +483,7 @@ def encode_or_refuse(schedule: Schedule) -> bytes:
 
 
 def write_or_refuse(path: Path, data: bytes) -> None:
-    """Write `data` to a file, whole or not at all. Exits 2 if it cannot be written."""
+    """Write a file and its folders, whole or not at all. Exits 2 if it cannot be written."""
     try:
         write_atomically(path, data)
     except OSError as error:

@@ -48,7 +48,7 @@ class OutputKind(str):
     name: str
     """Name of the kind in messages, with its article, such as "a schedule"."""
     opening: re.Pattern[bytes] | None
-    """Pattern of the beginning of such files; None: no file is replaced without --force."""
+    """Pattern of such files' beginning; None: only empty files are replaced without --force."""
 
     def __new__(cls, name: str, opening: re.Pattern[bytes] | None) -> Self:
         """Create the metavar of a kind, with the fields `name` and `opening`."""
@@ -76,7 +76,8 @@ def require_no_overwriting(params: Iterable[Any], values: Mapping[str, Any]) -> 
     """Exit 2 if a command's output would replace a file that should be kept.
 
     Kept are files that the command reads or writes by another option, those of tables, runs and
-    checkpoints, and, unless its `--force` is given, files not recognised as such an output.
+    checkpoints, and, if it has a `--force` that is not given, files that are neither empty nor
+    recognised as such an output.
     `params` are the command's parameters, as click has them, and `values` their values by name.
     """
     # Files are compared by identity in the file system, whatever their names; pipes and devices may

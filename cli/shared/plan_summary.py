@@ -38,8 +38,8 @@ LEAST_BYTES = 1e6
 def answer_lines(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
     """Return three lines on a plan: its period, its throughput, and what limits it.
 
-    `others` are alternatives to compare with, and `options` those with which the plan was made
-    that let layers or roles move.
+    Without failed workers, the second says how busy the workers are. `others` are alternatives to
+    compare with, and `options` those by which layers or roles may move in the plan.
     """
     schedule = made.schedule
     return [
@@ -223,10 +223,7 @@ def _uncertainty_lines(made: Plan) -> list[str]:
 
 
 def _describe_limit(made: Plan, others: Sequence[Alternative]) -> str:
-    """Return a phrase for what limits the plan's period.
-
-    One of the alternatives, `others`, may say how short the period is with more memory.
-    """
+    """Return a phrase for what limits the plan's period."""
     # In order of certainty: full workers, memory, the search, and the shape of the pipelines.
     schedule = made.schedule
     busy = [worker for worker, share in busy_shares(schedule).items() if share >= BUSY_SHARE]
@@ -299,10 +296,7 @@ def _describe_effort(searched: Sequence[Alternative]) -> str:
 
 
 def _recommend(made: Plan, others: Sequence[Alternative], options: Sequence[str]) -> list[str]:
-    """Return clauses on the best of `made` and `others`, and on what more memory gains.
-
-    `options` are those by which layers or roles may move in the plan `made`, for the message.
-    """
+    """Return clauses on the best of `made` and `others`, and on what more memory gains."""
     # The plan was made with `options`, those of the command line that let layers or roles move.
     if not others or made.fault_free is None:
         return []

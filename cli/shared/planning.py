@@ -48,8 +48,15 @@ def build_plan_options(
 ) -> PlanOptions:
     """Return the planner's options from those of the command line.
 
-    `params` is a file of the search's parameters. Exits 2 if an option is unknown, or the file
-    invalid.
+    Exits 2 if `backward`, `optimizer` or `method` is unknown, or `params` invalid. Raises
+    ValueError for unknown `layers`, and for numbers out of range.
+
+    Parameters
+    ----------
+    backward, optimizer, method, time_limit, seed, steps, layers, slices, from_checkpoint
+        Fields of `PlanOptions`.
+    params
+        File of the search's parameters; None: the usual ones.
     """
     require_choice("--backward", backward, ("split", "fused"))
     require_choice("--optimizer", optimizer, ("staggered", "synchronous"))
@@ -87,7 +94,9 @@ def make_plan(
 ) -> Plan:
     """Plan a schedule for the job without the failed workers, with progress on stderr.
 
-    Exits 2 if the job does not have a failed worker, and 1 if no plan can exist.
+    The fault-free period is stored in the user's cache and, without counted steps, also taken from
+    there. Ctrl-C ends the search with the best plan by then. Exits 2 if the job does not have a
+    failed worker, or cannot be planned by the options, and 1 if no plan is found.
 
     Parameters
     ----------
@@ -143,8 +152,8 @@ def find_pipeline(
     """Return the best placement and division found for a job, with progress on stderr.
 
     Candidates are compared by their mean throughput with 0 to `failures` workers down. Exits 2 for
-    an invalid job, such as a stage without layers, 1 if nothing fits into memory, and 130 after
-    Ctrl-C.
+    an invalid job, such as a stage without layers, or too short a limit, 1 if nothing fits into
+    memory, and 130 after Ctrl-C.
 
     Parameters
     ----------
@@ -177,10 +186,10 @@ def compile_planner() -> None:
 
 
 def find_recomputation(path: Path, job: Job, options: PlanOptions) -> Recomputation | None:
-    """Return which layers the planner chooses to recompute; None if the job leaves no choice.
+    """Return what the planner chooses to recompute; None if the job leaves no choice.
 
-    Exits 2 if the job lacks values that the choice depends on, and 1 if no plan can exist. Messages
-    name the job by `path`.
+    Exits 2 if the job lacks values that the choice depends on, or the limit is too short, with a
+    message that names the job by `path`, and 1 if no choice fits.
     """
     if not chooses_recomputation(job):
         return None

@@ -79,7 +79,7 @@ class RunProgress:
         """Times at which the last iterations of the present generation were committed."""
 
     def observe(self, event: Event) -> None:
-        """Update phase, live workers and copied layers by an event of the run."""
+        """Update totals, phase, live workers and copied layers by an event of the run."""
         match event:
             case Started():
                 self._workers, self._samples, self._fault_free = (
@@ -105,7 +105,7 @@ class RunProgress:
                 self._fetched = None
 
     def record_commit(self, iteration: int) -> None:
-        """Record that an iteration was committed."""
+        """Record that an iteration was committed now."""
         self._done = iteration + 1
         self._committed.append(time.monotonic())
 
@@ -222,7 +222,8 @@ def call_in_thread(
 ) -> Iterator[Callable[..., None]]:
     """Yield a function that has `tell` called in a thread, without waiting for it.
 
-    At the end of the context, `complain` gets the errors of the thread.
+    The end of the context waits for all calls, unless one hangs; then `complain` gets the errors of
+    the thread.
     """
     with WriterThread(complain) as write:
 
@@ -233,8 +234,7 @@ def call_in_thread(
 
 
 def build_answer(result: RunResult) -> dict[str, object]:
-    """Return the JSON answer of `slipstream train`, with times in seconds."""
-    # JSON has neither infinity nor NaN.
+    """Return the JSON answer of `slipstream train`: times in seconds, losses None unless finite."""
     losses: list[float | None] = []
     for loss in result.losses:
         losses.append(loss if math.isfinite(loss) else None)
@@ -282,7 +282,7 @@ def build_answer(result: RunResult) -> dict[str, object]:
 
 
 def summary_text(result: RunResult) -> str:
-    """Return a run's result in a few lines: losses, periods, and where the files are."""
+    """Return a run's result in lines: losses, periods, changes of workers, where files are."""
     # A run that was done before has no losses of its own.
     lines = []
     if result.losses and result.measured_period_seconds is not None:
@@ -311,10 +311,10 @@ def summary_text(result: RunResult) -> str:
 def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None) -> Iterator[None]:
     """Turn an error within the context into one line on stderr and an exit status.
 
-    The status is 2 if a run cannot begin, 1 if it fails, and 128 + number after a signal. If a run
-    fails or is stopped, the line ends with the result of `goes_on`, a clause on how to resume it;
-    after a signal, it also says of how many iterations the run's `folder` has the training losses
-    (None: it does not).
+    The status is 1 after RunError and NoPlanError, 128 + number after a signal, and 2 after errors
+    of input and files. After the first two, the line ends with the result of `goes_on`, a clause on
+    how to resume the run, but not after a Ctrl-C before or after the run. After a signal, it also
+    says of how many iterations the run's `folder` has the training losses (None: it does not).
     """
     try:
         yield
@@ -351,10 +351,7 @@ def exit_on_errors(goes_on: Callable[[], str] = str, folder: Path | None = None)
 
 
 def _describe_losses(folder: Path | None) -> str:
-    """Return a clause on how many iterations' losses a run's folder has.
-
-    It is empty if `folder` is None.
-    """
+    """Return a clause on how many iterations' losses a run's folder has; "" for None."""
     if folder is None:
         return ""
     count = 0

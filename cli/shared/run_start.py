@@ -75,7 +75,7 @@ def require_same_shape(path: Path, grid: Grid, job: Job) -> None:
 def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) -> str | None:
     """Check that the job's model and data can be trained, before anything is planned.
 
-    Returns a line to print if the numbers of layers in job and model differ, otherwise None. Raises
+    Returns a line to print if the job has layers, but not as many as the model; else None. Raises
     ConfigError if model or data cannot be loaded, and PlacementError if the model does not fit the
     job's stages.
     """
@@ -97,10 +97,10 @@ def require_trainable(job: Job, config: RunConfig, resume: Checkpoint | None) ->
 
 
 def read_fitting_table(path: Path, job: Job) -> Table:
-    """Return the table in the folder `path`.
+    """Return the table in `path`, or the one that Slipstream includes by that name.
 
-    Exits 2 if it is for a job of another shape: other pipelines, stages, micro-batches or
-    placement.
+    Exits 2 if it cannot be used, or is for a job of another shape: other pipelines, stages,
+    micro-batches or placement.
     """
     table = load_table_or_refuse(path)
     require_same_shape(path, table.basis.grid, job)
@@ -162,7 +162,8 @@ def describe_resuming(ctx: typer.Context, folder: Path, resumed: Checkpoint | No
     """Return a clause on how to resume a run that ended early.
 
     The clause names the newest checkpoint of the run, or else `resumed`, from which it started
-    (None: it started with iteration 0).
+    (None: it started with iteration 0). Without either, or if the newest cannot be read, it says
+    that there is none.
     """
     with suppress(CheckpointError):
         newest = open_latest(folder / CHECKPOINTS)
@@ -215,10 +216,10 @@ def find_start(request: TrainRequest, *, needed: bool) -> Checkpoint | None:
     """Return the checkpoint to start from; None to start with iteration 0.
 
     If `needed`, the checkpoint is one that is not damaged. Damaged ones are reported, and those in
-    the run's own folder are renamed. Exits 2 if --resume names a folder without a checkpoint, other
-    than the run's own, or if all are damaged. If not `needed`, because live workers may have all
-    layers, the checkpoint is the newest that has a readable manifest, or None; its files are not
-    verified.
+    the run's own folder are renamed. Exits 2 if --resume names a folder without a checkpoint,
+    unless it is the run's own and has no parameters either, or if all are damaged. If not `needed`,
+    because live workers may have all layers, the checkpoint is the newest that has a readable
+    manifest, or None; its files are not verified.
     """
     resume, folder = request.resume, request.folder
     if resume is None:
@@ -262,10 +263,8 @@ def _find_readable(resume: Path) -> Checkpoint | None:
 def _find_whole_or_refuse(resume: Path, folder: Path) -> Checkpoint | None:
     """Return the checkpoint `resume`, or the newest undamaged one in that folder.
 
-    None if there is none at all. Exits 2 if the checkpoint, or each of several, is damaged. Damaged
-    ones newer than the result are renamed if they are in the run's own `folder`.
+    None if there is none at all. Exits 2 if the checkpoint, or each of several, is damaged.
     """
-    # Exits 2 if all are damaged; damaged ones in the run's own `folder` are renamed.
     with exit_on_errors():
         if (resume / MANIFEST).exists():
             return verify_checkpoint(open_checkpoint(resume))
@@ -304,8 +303,9 @@ def find_whole_checkpoint(
 def require_usable(request: TrainRequest, resume: Checkpoint | None, config: RunConfig) -> None:
     """Check that the run's folder is free, and that `resume`, if any, fits.
 
-    Raises FolderError if the run would overwrite results of another one, CheckpointError if the
-    checkpoint is of another job or the folder's newest one cannot be read, and OSError.
+    Raises FolderError if the run would overwrite results of another one, or another one writes
+    there, CheckpointError if the checkpoint is of another job or the folder's newest one cannot be
+    read, and OSError.
     """
     if resume is not None:
         require_job(resume, identity_of(config, len(resume.manifest.layers)))
@@ -338,7 +338,8 @@ def warn_if_done(request: TrainRequest, resume: Checkpoint, iterations: int) -> 
 def is_done_without_node(request: TrainRequest, iterations: int) -> bool:
     """Return whether the run is done, so that this node need not join it.
 
-    The result is False if this node cannot read the run's files.
+    The result is False without --resume, if workers of a dead node 0 may live, and if this node
+    cannot read the run's files.
     """
     # A record for a takeover says that workers may live, and the run go on.
     with suppress(CheckpointError, OSError):

@@ -52,7 +52,7 @@ def busy_shares(schedule: Schedule) -> dict[Worker, float]:
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """Return the share (0 to 1) of their time in which live workers are idle."""
+    """Return live workers' idle share (0 to 1) of the period; 0 without workers."""
     shares = busy_shares(schedule)
     return 1 - sum(shares.values()) / len(shares) if shares and schedule.period_ticks else 0.0
 
@@ -66,7 +66,7 @@ def measured_period(iteration: MeasuredIteration) -> float:
 
 
 def summarize_schedule(schedule: Schedule) -> dict[str, object]:
-    """Return the JSON answer of `slipstream show`: seconds, and memory in the job's unit."""
+    """Return a schedule for JSON, with seconds, and memory in the job file's unit."""
     peaks = memory_peaks(schedule).values()
     return {
         "job": schedule.job,
@@ -226,7 +226,7 @@ def describe_event(event: AnyEvent) -> str:
 def _describe_layer_event(
     event: SettlingChosen | FetchBegun | FetchProgressed | FetchAbandoned | HandedOver | WentBack,
 ) -> str:
-    """Return one line on an event in which layers move between workers."""
+    """Return one line on an event of moving layers, or a return to a checkpoint."""
     match event:
         case SettlingChosen():
             pays = (
@@ -264,7 +264,7 @@ def _list_down(down: Sequence[Worker]) -> str:
 
 
 MAX_LINES = 60
-"""Number of last generations, and of last events, that are printed."""
+"""Largest number of last generations, and of last events, that are printed."""
 
 
 def build_run_summary(run: RunRecord) -> dict[str, object]:
@@ -343,7 +343,7 @@ def run_time(seconds: float) -> str:
 
 
 def as_percent(share: float | None) -> str:
-    """Format a share between 0 and 1 as a percentage; "" for None."""
+    """Format a share, of which 1 is all, as a percentage; "" for None."""
     return "" if share is None else f"{100 * share:.0f} %"
 
 
@@ -353,7 +353,7 @@ def notable_events(run: RunRecord) -> list[TimedEvent]:
 
 
 def run_headline(run: RunRecord) -> str:
-    """Return a line on job, state, iterations, duration, throughput, workers and failures."""
+    """Return a line on job, state, iterations, duration, throughput if known, workers, failures."""
     newest, mean = run.starts[-1], mean_throughput(run)
     failures = sum(isinstance(entry.event, Failed) for entry in run.events)
     return (
@@ -367,7 +367,7 @@ def run_headline(run: RunRecord) -> str:
 
 
 def print_run(run: RunRecord, console: Console) -> None:
-    """Print the history of a run as text on a console."""
+    """Print a run's headline, and its last generations and events, up to `MAX_LINES` of each."""
     console.print(run_headline(run), style="bold", soft_wrap=True)
     console.print(_generations_table(run.generations[-MAX_LINES:], run))
     console.print(

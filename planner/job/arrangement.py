@@ -88,7 +88,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrangement_of(job: Job) -> Arrangement:
-    """Return the arrangement of a job's layers. Raises JobError if a stage has no layer."""
+    """Return the arrangement of a job's layers, by the name of its order if any."""
     order: str | tuple[int, ...] = "bidirectional" if job.chains > 1 else job.columns
     chunks = job.depth // job.stages
     # A named order is shorter in a file than its list of columns.
@@ -177,7 +177,7 @@ class MovableLayers:
     def arranged_job_text(self, arrangement: Arrangement, remark: str = "") -> str:
         """Return the text of the job file with another arrangement.
 
-        If given, `remark` is put at the top of the text, in place of one from an earlier search.
+        A remark from an earlier search is removed; `remark`, if given, is put at the top instead.
         Raises JobError if a worker has no room for the weights of its layers.
         """
         edges = [0, *arrangement.layer_ends]
@@ -273,10 +273,7 @@ class MovableLayers:
     def _divide_over_layers(
         self, stages: Sequence[float], shares: Sequence[Fraction]
     ) -> tuple[Fraction, ...]:
-        """Divide each stage's value over its layers in proportion to their `shares`.
-
-        If all shares of a stage are 0, its layers get equal values.
-        """
+        """Divide each stage's value over its layers in proportion to their `shares`, or evenly."""
         values: list[Fraction] = []
         if not stages:
             return ()
@@ -288,7 +285,7 @@ class MovableLayers:
 
 
 def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
-    """Return whether the first `first` layers have no I, and other layers have some.
+    """Return whether the first `first` layers have W but no I, and others have I.
 
     The first `first` layers are the first stage, which then leaves all of its backward to W.
     """
@@ -300,11 +297,7 @@ def is_first_stage_input_free(costs: ExactLayerCosts, first: int) -> bool:
 
 
 def _input_gradient_costs(costs: ExactLayerCosts, first: int) -> tuple[Fraction, ...]:
-    """Return the seconds of I that each layer has outside a first stage.
-
-    The costs have none for the first `first` layers, whose input needs no gradient: these are
-    estimated.
-    """
+    """Return each layer's seconds of I outside a first stage; some are estimated."""
     # Layers of equal forward and backward are taken for equal.
     times = list(zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True))
     input_by_times = {

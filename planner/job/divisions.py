@@ -77,7 +77,7 @@ class StageLoads:
 
         The order is a name from `[placement] order`. Each worker has `chunks` virtual stages, for
         each of which there must be a layer. Layers are moved one at a time, as long as the
-        arrangement becomes more even (`ranking_key`).
+        arrangement becomes more even (`ranking_key`), at most 8 per virtual stage.
         """
         virtual = self._stages * chunks
         total, ends = self.before[-1], [0]
@@ -109,7 +109,7 @@ class StageLoads:
 def neighbouring_arrangements(arrangement: Arrangement) -> Iterator[Arrangement]:
     """Iterate over copies of an arrangement, each with one layer moved.
 
-    The layer moves to a virtual stage at most four stages away.
+    The layer moves from a virtual stage with several layers to one at most four stages away.
     """
     counts = arrangement.counts
     for stage, count in enumerate(counts):
@@ -126,8 +126,9 @@ def change_at_random(
     """Return a copy of an arrangement after one or two random steps.
 
     None if no layer can move. A step moves a layer to a virtual stage at most two stages away,
-    often from the busier of two workers by `loads`. Or it swaps the columns of two virtual stages.
-    `stages` is the number of columns. The random numbers come from `chance`.
+    often from the busier of two workers by `loads`. Or, if workers have several virtual stages, it
+    swaps the columns of two. `stages` is the number of columns. The random numbers come from
+    `chance`.
     """
     for _ in range(chance.choice((1, 1, 2))):
         # Now and then another placement, if workers have several stages.

@@ -454,11 +454,7 @@ def divide_layers(work: Sequence[float], stages: int) -> list[int]:
 
 
 def _divide_equal_layers(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Return stages' numbers of layers, such that the busiest stage has little work.
-
-    A layer has work `layer`; the last stage has `head` more. The others share the rest of the
-    layers evenly; of those that get one more, the second stage is the first.
-    """
+    """Return stages' numbers of equal layers; the last stage has work `head` more."""
     # The last stage gets fewer layers, in exchange for the head; its neighbours are tried, too.
     last = max(
         1, min(layers - stages + 1, round((layers * layer + head) / stages / layer - head / layer))

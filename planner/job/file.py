@@ -68,7 +68,8 @@ def topology_table(nodes: Nodes, pipelines: int, stages: int) -> dict[str, Any]:
 def workers_of_nodes(nodes: Nodes, numbers: Iterable[int], option: str) -> tuple[Worker, ...]:
     """Return all workers of the nodes with these numbers, sorted.
 
-    Raises JobError for an unknown node; its message names the command-line `option`.
+    Raises JobError for an unknown node, or if there are no `nodes`; its message names the
+    command-line `option`.
     """
     chosen = sorted(set(numbers))
     if chosen and not nodes:
@@ -159,7 +160,10 @@ MAX_RANKS = 1024
 
 
 class StageTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the `[time]` table: seconds, one value per virtual stage."""
+    """Contents of the `[time]` table: seconds, one value per virtual stage.
+
+    `all_reduce` and `transfer` may follow from `[network]` instead.
+    """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -198,7 +202,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     capacity_of: tuple[tuple[Worker, float], ...] = ()
     """Workers whose `capacity` is unlike that of their column, each with its own."""
     reserve: tuple[float, ...] = ()
-    """Part of `capacity` that is kept for a layer being recomputed, one value per column.
+    """Memory kept for a layer being recomputed, which `capacity` excludes, one value per column.
 
     Set by `planner.recompute` only.
     """
@@ -286,8 +290,9 @@ def read_job(path: Path, settings: Sequence[str] = ()) -> Job:
 def read_job_text(path: Path, settings: Sequence[str] = ()) -> str:
     """Return the text of a job file, with `settings` (KEY=VALUE) applied. Raises JobError.
 
-    If the file extends another, or keys are overridden, the text is a new one that needs no other
-    file. It has no byte-order mark. It may be malformed; `parse_job` then raises the error.
+    If the file extends another, or keys are overridden, the text is a new one, without comments,
+    that needs no other file. It has no byte-order mark. It may be malformed; `parse_job` then
+    raises the error.
     """
     text = _read_text(path)
     try:
@@ -582,10 +587,7 @@ def _read_megatron_layout(
 
 
 def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
-    """Return the column of each virtual stage, and the number of directions.
-
-    They follow from the keys `chunks` and `order` of `table`, and from the number of `stages`.
-    """
+    """Return the column of each virtual stage, and the number of directions."""
     has_chunks = table.has_key("chunks")
     chunks = table.take_count("chunks", 1, high=64)
     order = table.take_value("order", "linear")
@@ -618,11 +620,7 @@ def _read_columns(table: TomlTable, stages: int) -> tuple[tuple[int, ...], int]:
 def _read_times(
     table: TomlTable, virtual: int, chains: int, pipelines: int, stages: int
 ) -> StageTimes:
-    """Read the `[time]` table of a grid of `pipelines` times `stages` workers.
-
-    A list in the table has `virtual` values, one for each virtual stage of a chain; it is repeated
-    for each of the `chains`.
-    """
+    """Read the `[time]` table; its lists of `virtual` values are repeated `chains` times."""
     per = "virtual stage" if virtual != stages else "stage"
     ops, closing = ("forward", "backward_input", "backward_weight"), ("optimizer", "all_reduce")
     times = StageTimes(
@@ -682,10 +680,7 @@ def _read_numbers_by_worker(
 
 
 def _read_memory(table: TomlTable, virtual: int, chains: int, grid: tuple[int, int]) -> StageMemory:
-    """Read the `[memory]` table; its lists of `virtual` values are repeated `chains` times.
-
-    `grid` has the numbers of pipelines and of stages.
-    """
+    """Read the `[memory]` table; its lists of `virtual` values are repeated `chains` times."""
     pipelines, stages = grid
     per = "virtual stage" if virtual != stages else "stage"
     # A list has one value for both directions, whose stages are copies.

@@ -96,9 +96,9 @@ def limited_ratio(numerator: float, denominator: float) -> Fraction:
 def memory_ratio(coarse: float, fine: float) -> Fraction:
     """Return how many of the unit `fine` are in the unit `coarse`, as a fraction.
 
-    The fraction has the limits of `limited_ratio`. It is rounded up, unless it is below 1, or exact
-    but for the rounding of floats. Layers, in the finer unit, then need no more memory than the
-    slices that they are part of.
+    The fraction has the limits of `limited_ratio`. It is rounded up, unless it is exact but for the
+    rounding of floats. Layers, in the finer unit, then need no more memory than the slices that
+    they are part of.
     """
     exact, near = Fraction(coarse) / Fraction(fine), limited_ratio(coarse, fine)
     if near >= exact * (1 - FLOAT_ROUNDING):
@@ -165,7 +165,7 @@ def with_shared_state(job: Job, failed: Sequence[Worker]) -> Job:
     """Return a copy of the job in which live workers keep failed ones' sharded state.
 
     The state takes room from activations. A layer that moves is assumed to have as many holders as
-    its stage has left.
+    its stage has left. Without shared state or failures, the job itself is returned.
     """
     memory = job.memory
     if memory is None or not memory.state or not failed:

@@ -22,7 +22,8 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d{1,9})")
 def read_layout(key: str, layout: str) -> tuple[str, ...]:
     """Return the letters of each stage of a Megatron-LM layout, such as `("Ett", "tL")`.
 
-    `key` names the text in the job file, for errors. Raises JobError if the text is not a layout.
+    `key` names the text in the job file, for errors. Raises JobError if the text is not a layout,
+    or one of too many layers.
     """
     text = layout.replace(",", "")
     # Lengths are summed before anything is written out: a short text can stand for a very long one.

@@ -50,7 +50,7 @@ class ModelKeys:
         return self._values.get(key) is not None
 
     def read_count(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        """Return the value of a key, an integer of at least `low`.
+        """Return the value of a key, an integer from `low` to `MAX_VALUE`.
 
         If the key is missing, return `default`. Without a default, the key is required.
         """
@@ -196,12 +196,7 @@ def _read_attention(
     head_norms: bool = False,
     output_bias: bool | None = None,
 ) -> LayerShape:
-    """Read the shape of an attention layer; `tokens` is the result of `attended_tokens`.
-
-    Biases are those of the products into queries, keys and values (`bias`; None: the file decides)
-    and of the product of the output (`output_bias`; None: as those). With `head_norms`, each head
-    has norms of queries and keys.
-    """
+    """Read the shape of an attention layer; `tokens` is the result of `attended_tokens`."""
     heads = keys.read_count("num_attention_heads")
     kv_heads = keys.read_count("num_key_value_heads", heads)
     width = keys.read_count("head_dim", max(1, hidden // heads))
@@ -227,10 +222,7 @@ def _read_attention(
 
 
 def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
-    """Return the `attended_tokens` of a `kind` of layer, for a `sequence` of so many tokens.
-
-    Only "sliding_attention" is limited to a window, which the keys may give.
-    """
+    """Return a layer's `attended_tokens`; only "sliding_attention" is limited to a window."""
     window = keys.read_count("sliding_window") if kind == "sliding_attention" else None
     return attended_tokens(sequence, window)
 
@@ -238,12 +230,7 @@ def _read_attended_tokens(keys: ModelKeys, kind: str, sequence: int) -> float:
 def _transformer_reader(
     bias: bool | None = None, *, head_norms: bool = False
 ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader of decoder layers like Llama's.
-
-    `bias` says whether queries, keys and values have biases, and the output has none; if it is
-    None, the file decides. With `head_norms`, queries and keys are normalised by head. If either is
-    given, a sliding window counts only if the file says that it is used.
-    """
+    """Return a reader of decoder layers like Llama's; `bias` of None: the file decides."""
 
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         # Qwen's files have a window that is used only if they say so; in others, a window is used.
@@ -318,12 +305,7 @@ def _mixture_reader(
     head_norms: bool = False,
     shared: bool = False,
 ) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a reader of the layers of models with mixtures of experts.
-
-    `number` and `width` are config.json's keys of the experts' number and width. `bias` says
-    whether queries, keys and values have a bias; None: the file decides. With `shared`, all tokens
-    also use one more expert. With `head_norms`, heads of queries and keys have norms.
-    """
+    """Return a reader of layers with experts; `number` and `width` name keys of config.json."""
 
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         mixer = _read_attention(
@@ -374,11 +356,7 @@ def _mixture_reader(
 
 
 def _deepseek_reader(*, router_bias: bool) -> Callable[[ModelKeys, int, int], list[LayerShape]]:
-    """Return a function that reads the decoder layers of DeepSeek-V2 or V3.
-
-    The function takes the keys, the hidden size, and the tokens of a sequence. If `router_bias`,
-    the router of experts has a bias, as in V3.
-    """
+    """Return a reader of DeepSeek's layers; in V3, the router of experts has a bias."""
 
     def read_layers(keys: ModelKeys, hidden: int, sequence: int) -> list[LayerShape]:
         # All layers have the same attention.

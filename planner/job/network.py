@@ -37,7 +37,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def reduction_seconds(self, size: float, holders: int) -> float:
         """Return the seconds of a ring all-reduce of `size` bytes among `holders` workers.
 
-        Each of n holders sends 2 (n - 1) / n times these bytes. `bandwidth` must not be None.
+        Each of n holders sends 2 (n - 1) / n times these bytes. The result is rounded to four
+        digits. `bandwidth` must not be None.
         """
         assert self.bandwidth is not None
         return round_to_four_digits(
@@ -47,7 +48,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def transfer_seconds(self) -> float:
         """Return the seconds that an activation takes from one worker to another.
 
-        `bandwidth` and `activation` must not be None.
+        The result is rounded to four digits. `bandwidth` and `activation` must not be None.
         """
         assert self.bandwidth is not None and self.activation is not None
         return round_to_four_digits(self.latency + self.activation / self.bandwidth)

@@ -61,9 +61,10 @@ def read_ranges(path: Path, pattern: str | None = None) -> list[OpRange]:
     """Read the runs of ops from a trace file, `.json` or `.json.gz`.
 
     `pattern` is a regular expression for the whole name of an op, with groups `kind` (F, I, W or
-    B), `stage` and optionally `microbatch`; None: names such as `PP:2F0`. If the trace has the
-    GPU's times of some ops, only these are read. Raises ProfilerTraceError if the file cannot be
-    read, has no such op, or `pattern` is invalid.
+    B), `stage` and optionally `microbatch`; None: names such as `PP:2F0`. Slipstream's own names
+    are read, too. If the trace has the GPU's times of some ops, only these are read. Raises
+    ProfilerTraceError if the file cannot be read, has no such op, or `pattern` is invalid or finds
+    an unknown kind or no stage.
     """
     name_pattern = _compile_pattern(pattern or PYTORCH)
     events = _read_events(path)
@@ -89,10 +90,11 @@ def stage_times(
     """Compute the times of each stage from the runs of ops in a trace.
 
     The result is (times, number of micro-batches, whether backwards are whole). Times are median
-    seconds per stage, by key of `[time]`. The first run of each kind of op at a stage is a warm-up,
-    and left out if there are others. The number of micro-batches is None if ops' names lack it. If
-    the trace has whole backwards only, half of each counts as I and half as W. `source` names the
-    trace in errors. Raises ProfilerTraceError if a stage lacks ops.
+    seconds per stage, by key of `[time]`, rounded to one step. The first run of each kind of op at
+    a stage is a warm-up, and left out if there are others. The number of micro-batches is None if
+    ops' names lack it. If the trace has no W, half of each whole backward counts as I and half as
+    W. `source` names the trace in errors. Raises ProfilerTraceError if a stage lacks F, or W or a
+    whole backward; without I, its time is 0.
     """
     seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
     microbatches: dict[int, set[str]] = defaultdict(set)

@@ -1,7 +1,7 @@
 """Read the keys of `[model]` and `[training]` that plans and simulations depend on.
 
-The runtime reads and checks all keys of both tables (`runtime.config`). A value that the runtime
-would refuse counts as missing here, so that users see the runtime's message.
+The runtime reads and checks all keys of both tables (`runtime.config`). A value of the wrong type
+or range counts as missing here, so that users see the runtime's message.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 MAX_NUMBER = 1e18
 MIN_SIMILARITY = 0.8
-"""Similarity above which an unknown key is a misspelling; no two keys are that similar."""
+"""Similarity from which a key is a misspelling of a missing one. No two keys are so similar."""
 _T = TypeVar("_T")
 
 
@@ -22,8 +22,8 @@ class JobError(ValueError):
 class TomlTable:
     """Table of a job file, whose values are taken key by key and checked.
 
-    Each key is taken once; `refuse_unknown_keys` then refuses keys that were never requested. All
-    methods that read a value raise JobError if it is missing or not as expected.
+    Each key is taken once; `refuse_unknown_keys` then refuses keys that were never requested.
+    Methods that check a value raise JobError if it is not as expected, or missing without default.
     """
 
     def __init__(self, name: str, values: object) -> None:
@@ -183,11 +183,7 @@ def shorten_repr(value: object) -> str:
 def _read_list(
     path: str, value: object, length: int, per: str, read: Callable[[str, object], _T]
 ) -> tuple[_T, ...]:
-    """Return `length` values of the key `path`, each checked by the function `read`.
-
-    `value` is a list of them, or one value for all. Messages name by `per` what has one value each,
-    such as a stage. Raises JobError for a list of another length.
-    """
+    """Return `length` values of the key `path`, from a list or one for all."""
     if not isinstance(value, list):
         return (read(path, value),) * length
     if len(value) != length:
@@ -229,6 +225,7 @@ def table_comments(text: str) -> dict[str, list[str]]:
     """Return the comment lines of a job file, by the name of their table.
 
     The name is "" for the top. A comment directly above a table's header belongs to that table.
+    Comments after a value are left out.
     """
     comments: dict[str, list[str]] = {"": []}
     table, above = "", list[str]()
@@ -248,7 +245,7 @@ def round_times(seconds: Sequence[float], longest: float | None = None) -> list[
     """Round times to multiples of one step, so that ticks stay coarse.
 
     With this step, the time `longest` (default: the longest of `seconds`) has `DIGITS` significant
-    digits.
+    digits; if it is 0, all times become 0.
     """
     longest = max(seconds) if longest is None else longest
     if not longest:

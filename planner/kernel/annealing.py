@@ -150,11 +150,7 @@ def measure_best(chain: Chain, cycle: Cycle) -> None:
 
 @jit_inlined
 def _is_better(timing, record, now, scale):
-    """Return whether a state is better than the best one by enough to be stored.
-
-    Its period is shorter or, if equal, its cost `now` plus `scale` is more than 3% below the
-    best's.
-    """
+    """Return whether a state of cost `now` is better by enough to be stored."""
     # No .max(): where numba's cache has the functions with a runtime, it would compile that here,
     # where it cannot.
     longest = timing.longest[0]
@@ -167,10 +163,7 @@ def _is_better(timing, record, now, scale):
 
 @jit
 def _store_best(chain, cycle, now):
-    """Store the state unless its period is longer; return 1 if shorter, else 0.
-
-    The state's cost is `now`.
-    """
+    """Store the state, of cost `now`, unless its period is longer; return 1 if shorter."""
     state, best, before = chain.state, chain.best, chain.record[PERIOD]
     # Timed from scratch, so that what is stored does not rest on the changes of many steps.
     period = time_state(chain.instance, state, chain.sorting, chain.trial, cycle.goal)

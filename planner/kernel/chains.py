@@ -72,7 +72,7 @@ class Instance(NamedTuple):
     holds: Ints
     """Memory units that the op adds to its worker's use, [op]; or frees, if negative.
 
-    They are added at the start of F, and at the end of I and W.
+    They are added at the start of F, and at the end of I, B and W.
     """
     movable: Ints
     """Numbers of the units that more than one worker may run."""
@@ -191,11 +191,11 @@ CHANGED, TOUCHED = range(2)
 class Path(NamedTuple):
     """Ops of a critical path at which an exchange may shorten the path.
 
-    The path is traced anew after a step that is accepted.
+    The path is traced anew after a step that is accepted, and every `Cycle.steps_per_path` steps.
     """
 
     op: Ints
-    """Ops that only the next op of their worker keeps from starting later."""
+    """Ops that the next op of their worker keeps from starting later."""
     size: Ints
     """Number of ops in `op`, [1]; -1 if the path must be traced anew."""
 
@@ -243,7 +243,7 @@ class Cycle(NamedTuple):
     hot: float
     """Temperature at the first step, in ticks."""
     cold: float
-    """Temperature at the last step, in ticks."""
+    """Temperature after the last step, in ticks."""
     pull: float
     """Weight, in the cost, of the mean excess of a pipeline's windows over the goal.
 
@@ -264,7 +264,7 @@ class Cycle(NamedTuple):
     Steps that neither trade nor move units exchange ops of a worker.
     """
     shifts: int
-    """Number of steps among which one shifts a group's deadline; 0: none does."""
+    """Mean number of steps to one that shifts a group's deadline; 0: none does."""
     low: int
     """Least latest start, in ticks, of ops that the cycle's steps may move."""
     high: int

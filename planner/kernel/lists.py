@@ -13,8 +13,8 @@ from .compiling import Ints, jit
 from .starts import Ops
 
 # Every worker has five heaps: forwards, gradients and weights that are ready, and the times when
-# those that are known to come will be. All lie in one array; a key is a rank that is different for
-# every unit, with the unit as its remainder. Arrays are passed one by one: taking one out of a
+# those that are known to come will be. All lie in one array; a key is a rank with the unit as its
+# remainder, and so different for every unit. Arrays are passed one by one: taking one out of a
 # named tuple costs as much as a step on a heap.
 
 # --- Heaps of a worker. The first three are also the kinds of op: F; I or B; W --------------------
@@ -84,7 +84,7 @@ class Dispatch(NamedTuple):
     """
 
     rank: Ints
-    """Urgency of the unit's F, [unit]: lower is more urgent, unique within a slice."""
+    """Urgency of the unit's F, [unit]: lower is more urgent."""
     gradient_rank: Ints
     """Urgency of the unit's I, B and W, [unit]: lower is more urgent."""
     slots: Ints
@@ -193,18 +193,14 @@ def _has_room(state: Ints, room: Ints, worker: int, which: int, number: int) -> 
 def _take_with_room(
     heap: Ints, state: Ints, room: Ints, slice_of: Ints, worker: int, which: int, mixed: bool
 ) -> int:
-    """Take the most urgent op with room from a heap; return its unit, or -1.
-
-    The heap is that of `worker` and `which`, such as FORWARD. `mixed` is false if all ops of a
-    worker are of one slice, so that they need the same room.
-    """
+    """Take the most urgent op with room from a heap; return its unit, or -1."""
     # Usually the most urgent op has room, so it is looked at before the heap is searched.
     units = slice_of.shape[0]
     if _has_room(
         state, room, worker, which, slice_of[_first_key(heap, state, worker, which) % units]
     ):
         return _take_key(heap, state, worker, which) % units
-    if not mixed:  # all are of one slice
+    if not mixed:  # all are of one slice, and so need the same room
         return -1
     # A less urgent op of another slice may need less; those that are passed over go back.
     skipped = np.zeros(state[worker, SIZE + which], np.int64)
@@ -233,11 +229,7 @@ def _pick_op(
     worker: int,
     clock: int,
 ) -> int:
-    """Take the op to start at tick `clock` from a worker's heaps; -1 to wait.
-
-    An F waits for an I or B that arrives within the ticks in `forward_wait` (`Dispatch`). `room`
-    has the memory that ops take (`MemoryLimits`).
-    """
+    """Take the op to start at tick `clock` from a worker's heaps; -1 to wait."""
     units, kinds = slice_of.shape[0], choices.kinds
     # A W first if the rule says so, or if the next F would find no memory.
     if state[worker, SIZE + WEIGHT]:

@@ -174,10 +174,7 @@ def _run_length(random, largest):
 
 @jit_inlined
 def _exchange_runs(state, run, worker, begin, middle, end):
-    """Exchange the ops of a worker at places [begin, middle) with those at [middle, end).
-
-    `run` is an array that is overwritten, for the ops of the first run.
-    """
+    """Exchange the ops of a worker at places [begin, middle) with those at [middle, end)."""
     row, size = state.sequence[worker], middle - begin
     for index in range(size):
         run[index] = row[begin + index]
@@ -289,10 +286,7 @@ def _draw_other_worker(random, instance, state, unit):
 
 @jit_borrowing
 def _find_places(instance, state, late, unit, worker, places):
-    """Fill `places` [kind] with the places of a unit's ops in `worker`'s order, once inserted.
-
-    They follow the worker's ops whose latest starts, `late` [op], are earlier.
-    """
+    """Fill `places` [kind] with the places of a unit's ops in `worker`'s order, once inserted."""
     # Ops of the worker that start before the unit's op stay before it.
     kinds = instance.kinds
     row, place = state.sequence[worker], 0
@@ -340,11 +334,7 @@ def _insert_op(state, op, worker, place):
 
 @jit_borrowing
 def _queue_unit(instance, state, timing, queue, log, unit):
-    """Queue for `retime` a moved unit's ops, and those that directly precede them.
-
-    These are the ops that they wait for, and those before them in the worker's order. `log` records
-    the worker's pipeline.
-    """
+    """Queue for `retime` a moved unit's ops, and those that directly precede them."""
     worker, predecessors = state.worker[unit], instance.predecessors
     touch_pipeline(timing, log, instance.pipeline[worker])
     for op in range(unit * instance.kinds, (unit + 1) * instance.kinds):
@@ -360,10 +350,7 @@ def _queue_unit(instance, state, timing, queue, log, unit):
 
 @jit_borrowing
 def _queue_before_gaps(instance, state, timing, queue, log, worker, places):
-    """Queue for `retime` the ops before the gaps that a unit left on `worker`.
-
-    `places` [kind] has the places that the unit's ops had in the worker's order.
-    """
+    """Queue for `retime` the ops before the gaps, at `places`, that a unit left."""
     touch_pipeline(timing, log, instance.pipeline[worker])
     # Places count from before the unit left, so those of its earlier kinds are taken off.
     for kind in range(instance.kinds):
@@ -429,12 +416,7 @@ def shift_deadline(chain, cycle, before, allowance):
 
 @jit
 def _shift_reduction(random, instance, state, late, worker, last, ticks):
-    """Begin a reduction later that the op `last` must precede, or move another one.
-
-    With probability 1/2, a reduction that begins at the latest end of `last` begins `ticks` later.
-    Otherwise, or if there is none, a random reduction of `worker` ends where a random op of it
-    starts at the latest, `late` [op].
-    """
+    """Begin a reduction later that the op `last` must precede, or move another one."""
     # A reduction that begins where the path ends may begin later.
     group = instance.group[state.worker[instance.unit[last]]]
     tick = late[last] + state.duration[last]

@@ -94,7 +94,7 @@ class Progress(NamedTuple):
     skipped: Ints
     """1 if the lane's next F is postponed to the next round, [lane]."""
     counters: Ints
-    """Number of placed ops (at PLACED), and most idle ticks of a worker (at IDLE)."""
+    """Number of placed ops (at PLACED), and largest `idle`, at least 0 (at IDLE)."""
 
 
 PLACED, IDLE = range(2)
@@ -147,11 +147,8 @@ def _place_weight(ops: "Ops", memory: MemoryLimits, state: Progress, worker: int
 def _free_after_weights(
     ops: "Ops", memory: MemoryLimits, state: Progress, worker: int, needed: int
 ) -> int:
-    """Return the tick at which a worker can have `needed` memory free; -1 if never.
-
-    Before, it runs as many of its waiting W as this takes, the oldest first.
-    """
-    # The oldest W first, as they would run.
+    """Return the tick at which a worker can have `needed` memory free; -1 if never."""
+    # As many waiting W as this takes, the oldest first, as they would run.
     tick, free = state.free[worker], memory.capacity[worker] - state.used[worker]
     for number in range(state.weight_bounds[worker, 0], state.weight_bounds[worker, 1]):
         if free >= needed:
@@ -176,10 +173,7 @@ def _count_idle(state: Progress, worker: int, tick: int) -> None:
 
 @jit_borrowing
 def _delays_first(lanes: Lanes, state: Progress, lane: int, end: int) -> bool:
-    """Return whether an F of `lane` that ends at `end` delays another lane's first op.
-
-    The other lane is of the same worker and has not begun.
-    """
+    """Return whether an F of `lane` that ends at `end` delays another lane's first op."""
     # Only lanes of the same worker that have not begun can be delayed by it.
     worker = lanes.worker[lane]
     for other in range(lanes.of_worker[worker], lanes.of_worker[worker + 1]):
@@ -198,11 +192,7 @@ def _warm_up(
     tolerance: int,
     limit: int,
 ) -> None:
-    """Place at most `limit` F before each worker's first I, the earliest one each time.
-
-    A lane gets at most its `rule.limit`, and an F may delay the first op of another of its
-    worker's lanes by at most `tolerance` ticks.
-    """
+    """Place at most `limit` F before each worker's first I, the earliest one each time."""
     while True:
         # The F that could start first, of the deepest lanes if several could.
         best, start = -1, FOREVER
@@ -308,10 +298,7 @@ def _mark_skipped(ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progres
 def _choose_lanes(
     ops: "Ops", lanes: Lanes, memory: MemoryLimits, state: Progress, half: Ints
 ) -> None:
-    """Choose for each worker a lane of `half` whose next op can be placed.
-
-    `half` has the lanes of one half of a round: those of F, or those of I or B.
-    """
+    """Choose for each worker a lane of `half` whose next op can be placed."""
     # Of several lanes, the one furthest along the route, so that micro-batches finish.
     state.chosen[:] = -1
     for index in range(half.shape[0] - 1, -1, -1):
@@ -346,12 +333,7 @@ def _run_half(
     cascade: Ints,
     fill: bool,
 ) -> None:
-    """Place W and an op of each worker from the lanes in `half`.
-
-    These are all lanes of I or B, or all of F. An op that becomes ready in this half of the round
-    may run if `cascade` [lane] is 1. With `fill`, one more W may run before an op for whose inputs
-    the worker would be idle too long.
-    """
+    """Place W and an op of each worker from the lanes of a half round."""
     _choose_lanes(ops, lanes, memory, state, half)
     spare = rule.approved.max()
     # A worker without a chosen lane runs an op that becomes ready in this half of the round, if
@@ -392,10 +374,7 @@ def _run_half(
 
 @jit_borrowing
 def _pass_on_cascade(lanes: Lanes, state: Progress, half: Ints, cascade: Ints, worker: int) -> None:
-    """Admit newly ready ops of the worker's first lane in `half` that has ops left.
-
-    For that lane, `cascade` [lane] is set to 1.
-    """
+    """Set `cascade` to 1 for the worker's first lane in `half` that has ops left."""
     for lane in half:
         if lanes.worker[lane] == worker and state.next[lane] < lanes.start[lane + 1]:
             cascade[lane] = 1

@@ -50,7 +50,7 @@ class Ops(NamedTuple):
     depth: int
     """Number greater than every value of `position` and `back`."""
     mixed: bool
-    """True if workers run several slices."""
+    """True if a worker may run several slices."""
     unit: Ints
     """Number of the unit to which the op belongs, [op]."""
     slice: Ints
@@ -72,8 +72,8 @@ class Ops(NamedTuple):
 class Reductions(NamedTuple):
     """Gradient reductions, one for each range of layers that the same groups hold.
 
-    The arrays are empty if all reductions of a group follow its compute ops, so that no starts need
-    to be chosen (`Problem.times_each_reduction`). Lists of unequal length are padded with -1.
+    There are none if all reductions of a group follow its compute ops, so that no starts need to be
+    chosen (`Problem.times_each_reduction`). Lists of unequal length are padded with -1.
     """
 
     sharers: Ints
@@ -215,10 +215,7 @@ def run_reductions(sharers: Ints, ticks: Ints, end: Ints, begin: Ints, turn: Int
 
 @jit_inlined
 def _last_end(sharers: Ints, end: Ints, reduction: int) -> int:
-    """Return the latest end of the groups that share a reduction, its earliest start.
-
-    `end` has the end tick of each group; row `reduction` of `sharers` has the groups, then -1.
-    """
+    """Return the latest end of the groups that share a reduction, its earliest start."""
     last = end[sharers[reduction, 0]]
     for index in range(1, sharers.shape[1]):
         if sharers[reduction, index] >= 0:

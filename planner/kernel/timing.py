@@ -165,9 +165,8 @@ def critical_path(random, instance, state, late, op, within, path):
     reduction or by the tick by which its worker must end compute. `late` [op] has the latest
     starts.
 
-    Fill `path` with the ops that the next op of the path follows only in their worker's order,
-    without waiting for them, and whose latest start is in the range `within` (low, high), high
-    excluded.
+    Fill `path` with the ops from which the path goes on in their worker's order, not by a wait, and
+    whose latest start is in the range `within` (low, high), high excluded.
     """
     unit, start, successor, transfer = (
         instance.unit,
@@ -219,10 +218,7 @@ def critical_path(random, instance, state, late, op, within, path):
 
 @jit_borrowing
 def _sort_topologically(instance, state, sorting):
-    """Fill `sorting.order` with all ops, each after those it waits for.
-
-    Fill `sorting.early` with their earliest starts. Return False if a wait is circular.
-    """
+    """Sort all ops topologically, with earliest starts; return False if a wait is circular."""
     unit, successors, predecessors = instance.unit, instance.successors, instance.predecessors
     waiting, stack, order, early = sorting.waiting, sorting.stack, sorting.order, sorting.early
     # Ops that wait for nothing.
@@ -341,8 +337,8 @@ def set_heads(
 def set_ends_from_deadlines(instance: Instance, state: State) -> None:
     """Set `state.end`, the ends of groups' reductions, from the deadlines of compute ops.
 
-    Reductions shared by several groups wait for all of them. The deadlines then become as late as
-    these ends allow.
+    `instance.interleaved` must not be TIMED. Reductions shared by several groups wait for all of
+    them. `state.begin` is set, too, and the deadlines become as late as these ends allow.
     """
     if not instance.interleaved:
         delay_deadlines(
@@ -383,10 +379,7 @@ def set_deadlines_from_ends(instance: Instance, state: State) -> None:
 
 @jit
 def _set_begins_from_ends(instance, state):
-    """Let each reduction begin at the least `state.end` of the groups that share it.
-
-    To be called only where reductions take no time; `state.deadline` becomes equal to `state.end`.
-    """
+    """Let reductions that take no time begin at the least `state.end` of their groups."""
     state.deadline[:] = state.end
     for reduction in range(instance.sharers.shape[0]):
         begin = FOREVER
@@ -445,10 +438,7 @@ def _mark_reductions(instance, state, group):
 
 @jit
 def _take_marked_reduction(instance, state, group, direction):
-    """Unmark and return a group's marked reduction that begins first; -1 if none is marked.
-
-    If `direction` is -1, take the one that begins last.
-    """
+    """Unmark and return a group's first marked reduction, last if `direction` is -1; -1: none."""
     found = -1
     for index in range(instance.between.shape[1]):
         number = instance.between[group, index]

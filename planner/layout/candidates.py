@@ -36,11 +36,12 @@ from slipstream.schedules.schedule import VirtualStage, Worker
 def form_replicas(problem: Problem, *, anew: bool = False, narrow: bool = False) -> list[Replica]:
     """Divide the live workers into replicas: rows of workers with memory for all layers.
 
-    A replica is a pipeline, or what is left of one or several. A pipeline without failed or slow
-    workers keeps its stages, unless `anew`. The layers of all other replicas (`is_recut`), which
-    come first, are to be divided again. With `narrow`, each of these has as few workers as memory
-    allows, whatever their pipelines; workers that are left stay idle, each as a replica. Raises
-    LookupError if the workers have no room for all layers.
+    A replica is a pipeline, or what is left of one or several. A pipeline whose workers all live,
+    in place and at the usual speed, keeps its stages, unless `anew` or `narrow`, or if workers that
+    are left join it. The layers of all other replicas (`is_recut`), which come first, are to be
+    divided again. With `narrow`, each has as few workers as memory allows, whatever their
+    pipelines; workers that are left stay idle, each as a replica. Raises LookupError if the workers
+    have no room for all layers.
     """
     replicas: list[Replica] = []
     pool: list[Worker] = []
@@ -188,8 +189,8 @@ def make_by_groups(
     """Make a layout of a problem from layouts of groups of pipelines that share work.
 
     The function `make` returns the layout of one group's problem, or None if it has none; it is
-    called once for all equal groups. The result is None if some group has no layout. Raises
-    LookupError if the live workers cannot hold all layers.
+    called once for all equal groups, and a LookupError passes. The result is None if some group has
+    no layout.
     """
     if len(groups) == 1:
         return make(problem)
@@ -272,11 +273,7 @@ def _lost_workers(problem: Problem, group: Sequence[int]) -> Fraction:
 def _min_helpers(
     problem: Problem, group: tuple[int, ...], healthy: Sequence[int], tolerance: float
 ) -> int:
-    """Return how many of the first `healthy` pipelines are enough to help a group.
-
-    All of them would shorten the group's longest load by the fraction `tolerance` at most. Powers
-    of two are tried.
-    """
+    """Return how many of the first `healthy` pipelines are enough to help a group."""
 
     def longest_load(count: int) -> float:
         part = extract_pipelines(problem, (*group, *healthy[:count]))
@@ -309,7 +306,8 @@ def generate_layouts(
     Layouts with moved layers and slices shorter than a stage are made only if all micro-batches
     together have at most `largest_fine` of such slices, and within the limits in `params`. Raises
     LookupError if there is no layout: there is no room for all layers, or no worker holds some
-    layer and none may be loaded from a checkpoint.
+    layer and none may be loaded from a checkpoint. The iterator may be empty: there is room for all
+    layers, but no division of the work fits.
     """
     _require_layers(problem)
     fine = min(largest_fine, params.largest_fine)
@@ -339,12 +337,8 @@ def generate_layouts(
 
 
 def _make_layer_by_layer(problem: Problem, params: LayoutParams) -> Layout | None:
-    """Return a layout for workers with room for one layer's stash at a time.
-
-    Other layouts leave room for the stashes of all layers that a worker holds. None if stashes take
-    no more than activations, if micro-batches may not be cut, if cutting them makes more slices
-    than `params` allow, or if nothing fits.
-    """
+    """Return a layout for workers with room for one stash at a time, or None."""
+    # Other layouts leave room for the stashes of all layers that a worker holds.
     costs, layers = problem.costs, problem.grid.layer_count
     excess = max(map(sub, costs.weight_stash, costs.activation))
     if (
@@ -440,11 +434,7 @@ def _make_recut(
     parts: int = 0,
     params: LayoutParams = DEFAULTS.layouts,
 ) -> Layout | None:
-    """Return a layout that divides layers again, with least load; None if nothing fits.
-
-    `anew` and `narrow` are those of `form_replicas`, `parts` is that of `with_finer_slices` (0: no
-    finer slices), and the others are those of `Divider`. Raises LookupError if no replicas fit.
-    """
+    """Return a layout that divides layers again, with least load; None if nothing fits."""
     replicas = form_replicas(problem, anew=anew, narrow=narrow)
     division = Divider(
         problem,
@@ -478,8 +468,8 @@ def _make_recut(
 def with_finer_slices(problem: Problem, layout: Layout, parts: int) -> Layout:
     """Return a copy of the layout whose slices are cut at more layers.
 
-    Slices are also cut at the ends of the job's stages and of `parts` equal ranges of each stage's
-    layers.
+    Slices are also cut at the ends of the job's stages and of `parts` nearly equal ranges of each
+    stage's layers.
     """
     # The workers of a stage reduce gradients together, and a later stage may end later: a slice
     # over two stages would have to end in time for the earlier one. With several ranges per stage,

@@ -304,10 +304,7 @@ class Divider:
         return Division(tuple(whole), (), (*segments, *slices), shared)
 
     def _with_workloads(self, division: Division, limit: int) -> Division:
-        """Return a copy of the division with the `workloads` of all re-cut replicas filled in.
-
-        Loads stay within `limit` ticks, unless shared micro-batches leave no room for that.
-        """
+        """Return a copy of the division with the `workloads` of all re-cut replicas filled in."""
         segments = [slice_ for slice_ in division.slices if slice_.worker is None]
         counts = self._task_counts(division.whole, segments)
         workloads: list[tuple[Workload, ...]] = []
@@ -362,10 +359,7 @@ class Divider:
         )
 
     def _unchanged_load(self, replica: Replica, position: int, count: int) -> int:
-        """Return the ticks that a replica's worker needs if its layers stay in place.
-
-        The worker is at `position`, and runs `count` micro-batches. A, O and idle time count, too.
-        """
+        """Return the ticks that a worker needs in place, with A, O and idle time."""
         problem, worker = self._problem, replica.workers[position]
         # Compute at its speed, closing ops, and idle time, 0 if its layers are not consecutive.
         compute = count * sum(
@@ -380,11 +374,7 @@ class Divider:
         return ticks + problem.held_closing_ticks(worker) + idle
 
     def _take_segments(self, whole: Sequence[int], items: int, limit: int) -> list[Slice]:
-        """Return what replicas whose layers are divided again run of shared micro-batches.
-
-        `items` micro-batches are shared. Each such replica takes as many of their layers as it can
-        run within `limit` ticks, besides its own micro-batches, whose number is in `whole`.
-        """
+        """Return what re-cut replicas can run of `items` shared micro-batches in `limit` ticks."""
         count = self._problem.grid.layer_count
         tasks = ((item, layer) for item in range(items) for layer in range(count))
         if self._anywhere:
@@ -417,11 +407,7 @@ class Divider:
         return slices
 
     def _free_ticks(self, whole: Sequence[int], limit: int) -> dict[Worker, int]:
-        """Return the ticks that each worker has left of `limit` after whole micro-batches.
-
-        Each replica runs as many of these as `whole` says. The result lacks replicas whose layers
-        are divided again.
-        """
+        """Return the ticks of `limit` that whole micro-batches leave workers not re-cut."""
         return {
             worker: limit - self._unchanged_load(replica, position, whole[index])
             for index, replica in enumerate(self._replicas)
@@ -432,11 +418,7 @@ class Divider:
     def _overflow_tasks(
         self, items: int, layers: LayerRange, column: int, free: dict[Worker, int]
     ) -> list[Task]:
-        """Return the first tasks of a stage for which its workers have no ticks left.
-
-        The stage's tasks are its `layers` in each of `items` shared micro-batches. Its workers are
-        those of `column` in `free`, which has the ticks that each has left.
-        """
+        """Return the first tasks of a stage for which its workers have no ticks left."""
         tasks = [(item, layer) for item in range(items) for layer in range(*layers)]
         # Counted by the longest layer, so that the others certainly fit.
         longest = max(self._problem.costs.work[layer] for layer in range(*layers))
@@ -450,11 +432,7 @@ class Divider:
     def _spread_over_workers(
         self, whole: Sequence[int], items: int, segments: Sequence[Slice], limit: int
     ) -> list[Slice] | None:
-        """Return slices of shared tasks not in `segments`, on workers in place.
-
-        The tasks are those of `items` micro-batches. Their stages' workers have the time that the
-        `whole` micro-batches of each replica leave of `limit` ticks; None if that is too short.
-        """
+        """Return slices of shared tasks not in `segments`, in place; None without time."""
         problem = self._problem
         taken = {
             (segment.item, layer)
@@ -492,11 +470,7 @@ class Divider:
         return slices
 
     def _spread_over_sets(self, whole: Sequence[int], items: int, limit: int) -> list[Slice] | None:
-        """Return slices that spread shared micro-batches over sets of replicas.
-
-        There are `items` shared micro-batches. Each replica runs `whole` [replica] others as a
-        whole. Returns None if that is impossible within `limit` ticks.
-        """
+        """Return slices that spread `items` micro-batches over sets; None if they do not fit."""
         free, slices = self._free_ticks(whole, limit) if items else {}, []
         for batches, replicas in self._form_sets(items):
             for layers, column in self._problem.path_by_chain[0]:
@@ -520,10 +494,7 @@ class Divider:
         return slices if slices or not items else None
 
     def _form_sets(self, items: int) -> Iterator[tuple[range, list[int]]]:
-        """Divide `items` shared micro-batches over sets of replicas that alone run them.
-
-        Yields pairs: the numbers of a set's micro-batches, and of its replicas.
-        """
+        """Divide `items` shared micro-batches over sets of replicas; yield the numbers of both."""
         # As many sets as is possible with hardly longer loads, each of equally many micro-batches.
         kept = [index for index, replica in enumerate(self._replicas) if not replica.is_recut]
         counts = [count for count in range(1, min(items, len(kept)) + 1) if items % count == 0]
@@ -552,8 +523,7 @@ class Divider:
     def _max_stage_work(self, items: int, replicas: int) -> Fraction:
         """Return the most work of a worker if so many `replicas` share `items` micro-batches.
 
-        They share by layers. The unit is a whole stage for one micro-batch; the result is at least
-        `least_share` of it.
+        The unit is a whole stage for one micro-batch.
         """
         # They share by whole layers. Slices below `least_share` of a stage wait longer than they
         # take, so that more replicas would not help.
@@ -576,11 +546,7 @@ class Divider:
         return shares
 
     def _task_counts(self, whole: Sequence[int], segments: Sequence[Slice]) -> list[list[int]]:
-        """Return how many micro-batches run each layer in each replica: [replica][layer].
-
-        The argument `whole` has each replica's number of whole micro-batches, and `segments` the
-        slices of shared ones.
-        """
+        """Return how many micro-batches run each layer in each replica: [replica][layer]."""
         counts = [[count] * self._problem.grid.layer_count for count in whole]
         for slice_ in segments:
             for layer in range(slice_.first, slice_.end):
@@ -590,10 +556,7 @@ class Divider:
     def _balance_workloads(
         self, replica: Replica, counts: Sequence[int], limit: int
     ) -> list[Workload]:
-        """Return a replica's most even workloads for `counts` micro-batches of each layer.
-
-        They stay within `limit` ticks, unless shared micro-batches leave no room for that.
-        """
+        """Return a replica's most even workloads for `counts` micro-batches of each layer."""
         # Whole layers if they fit, since floating ones are held twice.
         whole_layers = partial(self._cut, floating=False)
         cut_within = (
@@ -626,10 +589,7 @@ def _tasks_per_layer(count: int, whole: int, more: Sequence[Task]) -> list[int]:
 
 
 def _join_tasks(tasks: Sequence[Task], replica: int, worker: Worker | None) -> list[Slice]:
-    """Join sorted tasks of a replica into slices of consecutive layers, run by `worker`.
-
-    None: the worker is chosen later.
-    """
+    """Join sorted tasks of a replica into slices of consecutive layers, run by `worker`."""
     slices: list[Slice] = []
     for item, layer in tasks:
         if slices and slices[-1].item == item and slices[-1].end == layer:
@@ -725,11 +685,7 @@ def _choose_cuts(
     parts: Iterable[tuple[MicroBatch, int, int]],
     where: dict[MicroBatch, dict[int, Worker]],
 ) -> None:
-    """Enter into `where` the worker of each layer of a replica's micro-batches.
-
-    `batches` are those that run on it whole, and `parts` the others, as (micro-batch, first layer,
-    end). `workloads` has, for each worker in order, the number of micro-batches by layer.
-    """
+    """Enter into `where` the worker of each layer of a replica's micro-batches."""
     # With x_k the number of layers before the k-th cut, a real number, micro-batch i is cut at
     # floor(x_k + phase(i)). All cuts of a micro-batch share its phase, so that every worker runs
     # the same number of layers of each micro-batch, give or take one; and phases of successive

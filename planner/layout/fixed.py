@@ -71,10 +71,7 @@ class _Sharing:
         return None
 
     def _by_own_worker(self, part: HeldRange) -> dict[Worker | None, list[MicroBatch]]:
-        """Group all micro-batches by the worker of their own pipeline for the layers of `part`.
-
-        Under None are those for which no worker of their own pipeline is alive.
-        """
+        """Group all micro-batches by their own pipeline's worker for `part`, None if none lives."""
         by_worker: dict[Worker | None, list[MicroBatch]] = defaultdict(list)
         for pipeline, count in enumerate(self._problem.grid.microbatches):
             for number in range(count):
@@ -89,11 +86,7 @@ class _Sharing:
         free: dict[Worker, int],
         where: dict[MicroBatch, dict[int, Worker]],
     ) -> list[MicroBatch]:
-        """Let own workers run micro-batches while `free` ticks last; return all others.
-
-        `by_worker` has the micro-batches by own worker; None: it cannot run `part`. Enter in
-        `where` who runs each layer of `part`, and reduce `free`.
-        """
+        """Let own workers run micro-batches while `free` ticks last; return all others."""
         away = list[MicroBatch]()
         for worker, batches in by_worker.items():
             if worker is None:
@@ -127,12 +120,7 @@ class _Sharing:
         free: dict[Worker, int],
         where: dict[MicroBatch, dict[int, Worker]],
     ) -> bool:
-        """Enter the holders that run `batches` at `part` into `where`; False if time is short.
-
-        The holders have `free` ticks, from which their work is taken. `where` has each
-        micro-batch's worker by layer. Whole micro-batches are dealt first; the rest is cut if that
-        is allowed.
-        """
+        """Enter the holders that run `batches` at `part` into `where`; False if time is short."""
         waiting = list(batches)
         while waiting:  # whole micro-batches in turn, to those with most time
             # Where a part costs nothing, all have time for it.

@@ -79,7 +79,10 @@ class ProblemArrays:
 
     @cached_property
     def home_rows(self) -> Ints:
-        """Row of each unit's worker in its own pipeline; -1 if that worker is down."""
+        """Row of each unit's worker in its own pipeline; -1 if that worker is down.
+
+        All slices must be stages.
+        """
         return to_ints(
             [
                 self.row_of.get(self.problem.home_worker(unit.slice, unit.pipeline), -1)
@@ -149,7 +152,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
     arrays: ProblemArrays
     """Arrays of the problem with the worker of each unit."""
     order: Ints
-    """Numbers of all ops, sorted by start; ops that start together run in this order."""
+    """Numbers of all ops, each after those it waits for, in their order on workers."""
     start: Ints
     """Start tick of each op, by its number."""
 
@@ -169,7 +172,7 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def start_by_key(self) -> Mapping[OpKey, int]:
-        """Start tick of each op by its key; the keys are in order of start."""
+        """Start tick of each op by its key; the keys are in the order `order`."""
         keys, start = list(self.arrays.iterate_op_keys()), self.start.tolist()
         return {keys[op]: start[op] for op in self.order.tolist()}
 
@@ -177,8 +180,8 @@ class Solution(msgspec.Struct, frozen=True, eq=False, dict=True):
 def build_reduction_arrays(problem: Problem) -> "Reductions":
     """Return the gradient reductions as arrays.
 
-    The arrays are empty unless `Problem.times_each_reduction`; if they are,
-    `Problem.ticks_after_group` includes the reductions.
+    Unless `Problem.times_each_reduction`, they have none, and `Problem.ticks_after_group` includes
+    the reductions.
     """
     from slipstream.planner.kernel import Reductions
 
@@ -203,7 +206,7 @@ def build_reduction_arrays(problem: Problem) -> "Reductions":
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Ints:
-    """Return lists of unequal length as the rows of one array, padded with -1."""
+    """Return lists as rows of an array of at least one column, padded with -1."""
     width = max([1, *map(len, rows)])
     return to_ints([[*row, *[-1] * (width - len(row))] for row in rows]).reshape(len(rows), width)
 
@@ -231,10 +234,7 @@ def _route_places(problem: Problem) -> tuple[Ints, Ints]:
 def _build_arcs(
     problem: Problem, position: Ints, length: Ints, worker: Ints
 ) -> "tuple[Arcs, Arcs]":
-    """Return the precedences as two sets of arcs: to predecessors, and to successors.
-
-    For each unit, `position` is its place in a route of `length` slices, and `worker` its row.
-    """
+    """Return the precedences as two sets of arcs: to predecessors, and to successors."""
     kinds = problem.op_kinds
     units = np.arange(len(position), dtype=np.int64)
     ops, awaited, transfers = [], [], []
@@ -260,10 +260,7 @@ def _build_arcs(
 
 
 def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
-    """Return a copy of the arcs with the hops for other workers.
-
-    `worker` has the row of each unit's worker. A hop is 0 if one worker runs both ops.
-    """
+    """Return a copy of the arcs with the hops for other workers, rows by unit."""
     waiting = np.repeat(np.arange(len(arcs.start) - 1), np.diff(arcs.start))
     return arcs._replace(
         hop=arcs.transfer * (worker[ops.unit[waiting]] != worker[ops.unit[arcs.op]])
@@ -271,10 +268,7 @@ def _with_hops(arcs: "Arcs", worker: Ints, ops: "Ops") -> "Arcs":
 
 
 def _compress_arcs(count: int, op: Ints, other: Ints, transfer: Ints, hop: Ints) -> "Arcs":
-    """Return arcs from each `op` to its `other` as `Arcs` of `count` ops.
-
-    The four arrays have a number for each arc; `transfer` and `hop` are as in `Arcs`.
-    """
+    """Return arcs from each `op` to its `other` as `Arcs` of `count` ops."""
     from slipstream.planner.kernel import Arcs
 
     # Stable, so that the arcs of one op keep the order of the rules.

@@ -171,10 +171,7 @@ def with_converted_bound(schedule: Schedule, bound: Bound, tick_seconds: float) 
 def _build_programs(
     piece: Piece, solution: Solution, closing: Sequence[Program]
 ) -> dict[Worker, Program]:
-    """Return the programs of the workers in all copies of a subproblem.
-
-    `solution` is that of `piece`, and `closing` has the closing ops of each group.
-    """
+    """Return the programs of the workers in all copies of a subproblem."""
     arrays = solution.arrays
     kinds, row_of = piece.problem.op_kinds, arrays.ops.worker.tolist()
     # The compute ops of each worker in the subproblem, and whose micro-batches they are.
@@ -213,10 +210,7 @@ def _build_programs(
 def _find_foreign_names(
     piece: Piece, copy: Sequence[int], pipeline: int, ran: Iterable[MicroBatch]
 ) -> ForeignNames:
-    """Return the `ForeignNames` of the micro-batches that one pipeline runs in a copy.
-
-    `copy` is one of the subproblem's `copies`; `pipeline` and `ran` are numbered as in `piece`.
-    """
+    """Return the `ForeignNames` of the micro-batches that one pipeline runs in a copy."""
     names = []
     for batch in sorted(ran):
         original = piece.original_microbatch(copy, *batch)
@@ -232,11 +226,7 @@ def _find_foreign_names(
 def _insert_closing_ops(
     problem: Problem, worker: Worker, body: Sequence[ProgramOp], closing: Sequence[Program]
 ) -> tuple[Program, Sequence[int]]:
-    """Return a worker's program, and the indices of its compute ops in it.
-
-    The program has the compute ops `body`, and the closing ops that `closing` has for the worker's
-    group, by its number.
-    """
+    """Return a worker's program, and the indices of its compute ops, `body`, in it."""
     last = closing[problem.group_number(worker)]
     if not (problem.can_reduce_early or problem.reduces_in_bubbles):
         return (*body, *last), range(len(body))
@@ -260,11 +250,7 @@ def _rename_microbatches(
     owners: Sequence[MicroBatch],
     names: Mapping[MicroBatch, tuple[int | None, int]],
 ) -> Program:
-    """Return a program whose ops at `places`, of micro-batches `owners`, are renamed by `names`.
-
-    A name has the pipeline (None: that of the role that runs the op) and the number; micro-batches
-    without one keep theirs.
-    """
+    """Return a program whose ops at `places`, of micro-batches `owners`, are renamed by `names`."""
     if not names:
         return program
     ops = list(program)

@@ -40,7 +40,10 @@ def runs_whole_units(problem: Problem) -> bool:
 
 
 def has_equal_holders(problem: Problem, stage: int) -> bool:
-    """Return whether the live holders of a stage have equal speed and memory."""
+    """Return whether the live holders of a stage have equal speed and memory.
+
+    False if it has none.
+    """
     return len({problem.workers[worker] for worker in problem.holders_by_slice[stage]}) == 1
 
 
@@ -60,8 +63,8 @@ def runs_own_microbatches(problem: Problem) -> bool:
 def keeps_microbatches_together(problem: Problem, stage: int) -> bool:
     """Return whether a stage's holder runs a micro-batch at all its stages or none.
 
-    True if the stage has a single live holder, or if all its holders are alive and run the
-    micro-batches of their own pipeline.
+    In one direction, true if the stage has a single live holder, or if all its holders are alive
+    and run the micro-batches of their own pipeline; false in two.
     """
     holders = len(problem.holders_by_slice[stage])
     return problem.grid.chains == 1 and (

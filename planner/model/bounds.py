@@ -33,15 +33,15 @@ NamedBound = tuple[Fraction, str]
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return the best proven lower bound on the period, in ticks."""
+    """Return the best proven lower bound on the period, in ticks: `strongest_bound`."""
     return strongest_bound(problem).ticks
 
 
 def strongest_bound(problem: Problem) -> Bound:
     """Return the best proven lower bound on the period, in whole ticks, with its scope.
 
-    The bound is 0 if the problem has a layout; `layout_lower_bound` bounds the problem from which
-    the layout was made.
+    It is rounded up, or down if micro-batches may be cut. It is 0 if the problem has a layout;
+    `layout_lower_bound` bounds the problem from which the layout was made.
     """
     if problem.assigned:
         return Bound(0, Scope.LAYERS)
@@ -115,11 +115,7 @@ def _bounds_in_place(problem: Problem) -> list[NamedBound]:
 
 
 def _work_bounds(problem: Problem) -> list[NamedBound]:
-    """Return the bounds of lemma 1: of columns' shared work, and of busiest workers.
-
-    Columns that hold the same layers share their work. The second form is left out unless live
-    workers run the micro-batches of their own pipeline.
-    """
+    """Return the bounds of lemma 1: of columns' shared work, and of busiest workers."""
     bounds = []
     for first in sorted(set(problem.reduction_root)):
         # Columns with copies of the same stages share their work.

@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
     chunks: tuple[Chunk, ...]
     room: int
     work: Fraction
-    """Time of all compute ops that the worker runs in an iteration."""
+    """Least time of all compute ops that the worker runs in an iteration."""
     first: int
     """Least time from the start of the worker's first F to its first I."""
     last: int
@@ -192,10 +192,7 @@ def _chunks_together(problem: Problem, worker: Worker, stages: Sequence[int], co
 
 
 def _busiest_chunks(problem: Problem, holders: Sequence[Worker], stages: Sequence[int]) -> Chunks:
-    """Return the `Chunks` of the busiest of `holders`, equal workers that all have `stages`.
-
-    They may share micro-batches, so the busiest has at least the mean work, rounded up.
-    """
+    """Return the `Chunks` of the busiest of `holders`, equal workers that all have `stages`."""
     room, trip = activation_capacity(problem, holders[0]), _round_trip(problem, stages[-1])
     chunks = tuple(
         _make_chunk(problem, stage, holders[0], count_microbatches_at(problem, stage))

@@ -27,7 +27,7 @@ def ticks_of_work(work: int, slowness: Iterable[int]) -> Fraction:
     """Return the ticks in which workers together do `work`.
 
     A worker of the usual speed takes `work` ticks for it; `slowness` has the time that each worker
-    takes, per mille of the usual time.
+    takes, per mille of the usual time, for at least one worker.
     """
     kinds = Counter(slowness)
     return work / sum(

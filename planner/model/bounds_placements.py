@@ -31,8 +31,9 @@ def placement_bound(problem: Problem, *, input_free: bool) -> Bound:
 def memory_bound(problem: Problem, *, input_free: bool) -> int:
     """Return the least period, in ticks, that memory allows for any placement.
 
-    With `input_free`, the first stage has no I: the result is the least over all numbers of layers
-    that it may have. Lemma 12 of docs/bounds.md.
+    With `input_free`, which counts only for a split backward, the first stage has no I: the result
+    is the least over all numbers of layers that it may have. 0 if memory is unlimited, or if
+    weights fill it. Lemma 12 of docs/bounds.md.
     """
     costs, grid = problem.costs, problem.grid
     if problem.memory is None or not any(costs.activation):

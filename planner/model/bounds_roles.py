@@ -108,7 +108,8 @@ class RoleBounds:
     def best_bound(self) -> Bound:
         """Return the bound that holds for every distribution of live workers over columns.
 
-        This is the least of the bounds of all distributions, or that by total work if it is larger.
+        This is the least of the bounds of all distributions, or that by total work if it is larger
+        or if no distribution leaves every column a worker.
         """
         longest = self._distribute() if self._unlike else self._distribute_alike()
         return Bound(
@@ -120,8 +121,9 @@ class RoleBounds:
     def best_distributions(self, kept: int) -> list[Distribution]:
         """Return the best `kept` distributions of vacant roles and unlike workers over columns.
 
-        The bound of the longest column ranks them, then the sum of all columns' bounds. The list is
-        empty if live workers are alike, or if there are more combinations than `MAX_WINDOWS`.
+        The bound of the longest column ranks them, then the sum of all columns' bounds. There may
+        be fewer, and are none if live workers are alike, or if there are more combinations than
+        `MAX_WINDOWS`.
         """
         if not self._unlike:
             return []
@@ -141,10 +143,7 @@ class RoleBounds:
         return closing + math.floor(ticks_of_work(work, map(problem.slowness, self._live)))
 
     def _distribute_alike(self) -> int:
-        """Return the least bound, in ticks, of the longest column, if live workers are alike.
-
-        The least is over all distributions of vacant roles to columns; 0 if there is none.
-        """
+        """Return the longest column's least bound, in ticks, if workers are alike; 0: no plan."""
         # A column's bound grows with its vacant roles. So it is exact to give each vacant role in
         # turn to the column whose bound is then least.
         down = [0] * self._whole.grid.columns
@@ -267,8 +266,5 @@ class RoleBounds:
 
 
 def _best_speed(unlike: Iterable[_Unlike]) -> int:
-    """Return the least `per_mille` of a usual worker (1000) and of `unlike`.
-
-    It is the time for the same work, in per mille of a usual worker's.
-    """
+    """Return the least `per_mille` of a usual worker (1000) and of `unlike`."""
     return min([1000, *(other.per_mille for other in unlike)])

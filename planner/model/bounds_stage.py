@@ -39,7 +39,7 @@ class StageShares(NamedTuple):
     weight: int
     """Time of a W; 0 when fused."""
     round_trip: int
-    """Time from an F's end to its I's start, through the last stage and back."""
+    """Least time from F's end to I's start, through the last stage and back."""
     activation: int
     """Memory units, times `parts`, that a share takes from F's start to I's end."""
     stash: int
@@ -59,7 +59,7 @@ class StageShares(NamedTuple):
     def capacity_for(self, amount: int) -> int:
         """Return how many shares fit into memory at once if each takes `amount`.
 
-        The amount is in memory units times `parts`.
+        The amount is in memory units times `parts`. If it is 0, return `most`.
         """
         return self.room // amount if amount else self.most
 

@@ -57,11 +57,13 @@ def make_whole_piece(problem: Problem) -> Piece:
 
 
 def decompose(problem: Problem, params: PieceParams = DEFAULTS.pieces) -> tuple[Piece, ...]:
-    """Divide a problem into subproblems; return only the whole one if dividing gains nothing.
+    """Divide a problem into subproblems; return only the whole one if it must stay whole.
 
-    Subproblems with dead workers come first. Dividing lengthens no plan if all workers are alive
-    and pipelines read equally many micro-batches. Else it decides which peers help a pipeline, but
-    gives no worker more than the busiest one must run anyway.
+    It does if live workers are unlike, if a column has lost all, if workers are down and pipelines
+    read unequally many micro-batches, or if dividing gains nothing. A layout is divided by its
+    routes (`find_components`). Subproblems with dead workers come first. Dividing lengthens no plan
+    if all workers are alive and pipelines read equally many micro-batches. Else it decides which
+    peers help a pipeline, but gives no worker more than the busiest one must run anyway.
     """
     whole = make_whole_piece(problem)
     # A layout already says which pipelines share micro-batches.
@@ -295,7 +297,7 @@ def find_components(problem: Problem) -> list[list[tuple[int, ...]]]:
 
     A copy is a tuple of pipelines; those at the same index of two copies correspond. Pipelines are
     in one subproblem if a micro-batch of one runs on the other. A pipeline without work joins the
-    first busy one.
+    first busy one. Subproblems of more pipelines come first.
     """
     copies: dict[object, list[tuple[int, ...]]] = defaultdict(list)
     numbers: dict[object, int] = {}
@@ -349,7 +351,10 @@ def _routes_key(problem: Problem, pipelines: Sequence[int]) -> tuple[object, ...
 
 
 def extract_pipelines(problem: Problem, pipelines: Sequence[int]) -> Problem:
-    """Return the problem of some pipelines alone, which are renumbered in the given order."""
+    """Return the problem of some pipelines alone, which are renumbered in the given order.
+
+    Their routes must not leave these pipelines.
+    """
     number = {pipeline: index for index, pipeline in enumerate(pipelines)}
     grid = msgspec.structs.replace(
         problem.grid,

@@ -47,7 +47,7 @@ from slipstream.schedules.schedule import (
 # --- From the user's units to whole numbers -------------------------------------------------------
 
 MAX_TICKS = 10**6
-"""Maximum number of ticks of the longest op; finer times are rounded to whole ticks."""
+"""Maximum number of ticks of the longest time; finer times are rounded to whole ticks."""
 MAX_MEMORY_UNITS = 2**40
 """Maximum number of memory units in the largest amount; finer amounts are rounded."""
 
@@ -120,7 +120,10 @@ def to_per_mille(factor: float) -> int:
 
 
 def times_in_ticks(job: Job, grid: Grid, tick: Fraction, *, down: bool = False) -> Times:
-    """Return the stages' times in ticks of `tick` seconds, rounded up, or down if `down`."""
+    """Return the stages' times in ticks of `tick` seconds, rounded up, or down if `down`.
+
+    Steps are summed by column once rounded; factors of slow workers are rounded to thousandths.
+    """
     rounded: Rounded = math.floor if down else math.ceil
 
     def to_ticks(values: Iterable[float]) -> tuple[int, ...]:
@@ -146,8 +149,8 @@ def choose_memory_unit(job: Job, costs: ExactLayerCosts | None = None) -> Fracti
     """Return the memory unit, in the job's unit: the coarsest that represents all memory exactly.
 
     The unit is at least the largest amount / `MAX_MEMORY_UNITS`; if an exact one would be finer, it
-    is the power of ten above that. 1 if the job limits no memory. If `costs` is given, memory of
-    single layers counts, too; that of single workers (`capacity_of`) never does.
+    is the power of ten above that. 1 if the job limits no memory, or all amounts are 0. If `costs`
+    is given, memory of single layers counts, too; that of single workers (`capacity_of`) never.
     """
     if job.memory is None:
         return Fraction(1)
@@ -244,14 +247,15 @@ def build_problem(
     failed
         Workers that are down.
     sharing
-        True: any live holder of a stage may run any micro-batch. False: only those of failed
-        workers change workers. Default: True if that can shorten a plan, because workers are
-        down, slow or unequal in memory, pipelines read different numbers of micro-batches, or
-        workers lack room for all of their virtual stages.
+        True: any live holder of a stage may run any micro-batch. False: only those of workers that
+        are down or lack room change workers. Default: True if that can shorten a plan, because
+        workers are down, slow or unequal in memory, pipelines read different numbers of
+        micro-batches, or workers lack room for all of their virtual stages.
     sliced
-        With `sharing`, lower bounds also hold for micro-batches that are cut within a stage.
+        With `sharing`, lower bounds also hold for micro-batches that are cut within a stage, if
+        each stage has layers.
     down
-        True: times are rounded down, as bounds require. False: they are rounded up.
+        True: costs are rounded down and capacities up, as bounds require. False: the reverse.
     """
     job = with_shared_state(job, failed)
     grid = build_grid(job)
@@ -308,7 +312,8 @@ def build_layered_problem(
     holds
         Present layers of live workers that do not hold those of their own stages; None: all do.
     down
-        True: times are rounded down, as `bounds.layout_lower_bound` requires. False: up.
+        True: costs are rounded down and capacities up, as `bounds.layout_lower_bound` requires.
+        False: the reverse.
     """
     job = with_shared_state(job, failed)
     grid, of_layers = build_grid(job), layer_costs(job)
@@ -430,7 +435,7 @@ def build_grid(job: Job) -> Grid:
 
 
 def count_equal_layers(grid: Grid, costs: LayerTicks | ExactLayerCosts) -> tuple[int, ...]:
-    """Return each stage's number of layers; 0 if they differ in times or memory."""
+    """Return each stage's number of layers; 0 if compute ops differ in time or memory."""
     costs_by_layer = list(
         zip(
             costs.forward,

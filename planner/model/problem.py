@@ -78,7 +78,10 @@ class LayerTicks(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     activation: tuple[int, ...] = ()
     """Memory units of a micro-batch from F's start to I's end, by layer."""
     weight_stash: tuple[int, ...] = ()
-    """Memory units of a micro-batch from I's end to W's end, by layer."""
+    """Memory units of a micro-batch from I's end to W's end, by layer.
+
+    0 if the backward is fused.
+    """
     weights: tuple[int, ...] = ()
     """Memory units of parameters, gradients and optimizer state, by layer."""
 
@@ -150,7 +153,7 @@ Route = tuple[RouteSlice, ...]
 
 
 def choose_evenly(some: int, count: int) -> set[int]:
-    """Return `some` evenly spaced numbers of 0 to `count` - 1."""
+    """Return `some` evenly spaced numbers of 0 to `count` - 1, or all of these."""
     return {(2 * step + 1) * count // (2 * some) for step in range(some)}
 
 
@@ -172,7 +175,7 @@ LayersMode = Literal["fixed", "move"]
 
 
 class NoPlanError(NoScheduleError):
-    """Raised when no schedule can exist. The message says why."""
+    """Raised when no schedule can exist, or none was found. The message says why."""
 
 
 class NoRoomError(NoPlanError):
@@ -240,7 +243,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tick_seconds: float
     grid: Grid
     times: Times
-    """Ticks of ops, by slice number; stages come first. `memory` has the same indices."""
+    """Ticks of ops: of O by column, of others by slice number, stages first."""
     memory: Memory | None
     workers: Mapping[Worker, LiveWorker]
     """Live workers in sorted order. All other workers of the grid are down."""
@@ -251,7 +254,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sharing: bool = False
     """True if any live holder of a slice may run any micro-batch at it.
 
-    False: only the micro-batches of failed workers change workers.
+    False: only the micro-batches of workers that are down or lack room change workers.
     """
     shedding: bool = False
     """True if, without `sharing`, peers of a lost worker may hand on their own micro-batches."""
@@ -274,8 +277,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     assigned: bool = False
     """True if the routes name the worker of each unit, as in a layout.
 
-    `sharing` is then true, so that other holders may still run the unit. False with layers in
-    place, where the search chooses the workers.
+    `sharing` is then true, so that other holders may still run the unit. Otherwise the search
+    chooses all workers.
     """
     question: AllowedLayouts = IN_PLACE
     """Which layouts are allowed, in a problem from which layouts are made."""
@@ -371,7 +374,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_unequal_time(self) -> bool:
-        """True if workers that share work would take unequal time for their own micro-batches."""
+        """True if workers that share work would take unequal time for their own micro-batches.
+
+        False if `assigned`.
+        """
         return (
             self.sharing
             and not self.assigned
@@ -397,8 +403,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def held_amounts(self, slice_: int) -> tuple[int, int]:
         """Return a micro-batch's (activation, stash) at a slice, in memory units.
 
-        Both are 0 if memory is unlimited. What is held for no time counts as 0, too: the stash of a
-        W that takes no ticks, and the activation at the model's last slice if F and I take none.
+        Both are 0 if memory is unlimited, and the stash if the backward is fused. What is held for
+        no time counts as 0, too: the stash of a W that takes no ticks, and the activation at the
+        model's last slice if F and I take none.
         """
         if self.memory is None:
             return 0, 0
@@ -417,8 +424,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         hosts = self.hosts_by_slice[slice_]
         if self.sharing:
             return hosts
-        # Only the micro-batches of failed workers change workers, and with `shedding` those of
-        # their peers.
+        # Only the micro-batches of workers that are down or lack room change workers, and with
+        # `shedding` those of a lost worker's peers.
         home = self.home_worker(slice_, pipeline)
         may_hand_on = (
             self.shedding
@@ -439,7 +446,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Worker(pipeline, self.column_of[stage])
 
     def op_ticks(self, kind: OpKind, slice_: int, worker: Worker) -> int:
-        """Return the ticks of an op (not O) of a slice on a worker."""
+        """Return the ticks of an op (not O) of a slice on a live worker.
+
+        An A takes the usual time; a slow worker's other ops are rounded up, or down if
+        `rounds_down`.
+        """
         if kind is OpKind.A or not self.has_slow_workers:
             return self.usual_ticks(kind, slice_)
         # B takes as long as I and W, which are rounded one by one.
@@ -474,7 +485,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def fastest_ticks(self, kind: OpKind, stage: int) -> int:
         """Return the least ticks of an op on any live holder of a stage.
 
-        With two directions, the stage's copy in the other one counts, too.
+        It must have one. With two directions, the stage's copy in the other one counts, too.
         """
         holders = self.holders_by_slice[stage]
         if not self.has_slow_workers:
@@ -486,7 +497,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def min_transfer_ticks(self, stage: int) -> int:
-        """Return the least ticks of an activation's transfer from a stage to the next."""
+        """Return the least ticks of an activation's transfer from a stage to the next.
+
+        0 if one worker may run both.
+        """
         same_column = self.column_of[stage] == self.column_of[stage + 1]
         # With two directions, a worker holds stages of both, and may run consecutive ones.
         can_stay = self.grid.chains > 1 and (self.sharing or self.failed)
@@ -513,10 +527,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def min_path_ticks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Least ticks of a micro-batch on its first n stages, as (forward, backward).
+        """Least ticks of a micro-batch on the first n stages, as (forward, backward).
 
         Both tuples are indexed by n, from 0 on; the backward counts I, or B if fused. Each stage
-        but the model's last includes the transfer to the next.
+        but the last includes the transfer to the next. Stages of both directions are added up.
         """
         stages = range(len(self.grid.stages))
         hops = [self.min_transfer_ticks(stage) for stage in stages[:-1]] + [0]
@@ -529,7 +543,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum_over_path(OpKind.F), sum_over_path(self.gradient_kind)
 
     def group_number(self, worker: Worker) -> int:
-        """Return the index of a worker's group in `groups.held`."""
+        """Return the index of a live worker's group in `groups.held`."""
         return self.groups.number_of[self.workers[worker].holds]
 
     def optimizer_ticks(self, worker: Worker) -> int:
@@ -556,9 +570,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def can_reduce_early(self) -> bool:
-        """True if a worker may reduce some layers before its compute ops of others end.
+        """True if reductions that groups share may precede compute ops of other layers.
 
-        False if reductions take time, as each would then occupy all of its holders at once.
+        False if reductions take time, as each would then occupy all of its holders at once, and
+        with a synchronous optimizer.
         """
         return (
             self.groups.has_shared_reductions
@@ -570,8 +585,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def reduces_in_bubbles(self) -> bool:
         """True if a reduction that takes time may precede its workers' last compute op.
 
-        The reduction then lies in a bubble. Its workers must have several virtual stages, all held
-        by the same workers.
+        The reduction then lies in a bubble. Its group must have several reductions, and no groups
+        may share any.
         """
         if self.groups.has_shared_reductions:
             return False

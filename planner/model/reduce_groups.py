@@ -25,7 +25,7 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     held: tuple[Held, ...]
     """Layers that the workers of each group hold."""
     reductions: tuple[Reduction, ...]
-    """Reductions of all layers, ascending."""
+    """Reductions of all held layers, ascending."""
 
     @cached_property
     def number_of(self) -> Mapping[Held, int]:
@@ -34,10 +34,7 @@ class ReduceGroups(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def linked(self) -> tuple[tuple[int, ...], ...]:
-        """Groups with which each group shares a reduction, itself included, by number.
-
-        The busy windows of a group's workers end with the last of these groups.
-        """
+        """Groups with which each group shares a reduction, itself included, by number."""
         linked: list[set[int]] = [{group} for group in range(len(self.held))]
         for _, groups in self.reductions:
             for group in groups:

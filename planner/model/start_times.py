@@ -43,8 +43,9 @@ def ends_of_reductions(arrays: ProblemArrays, begin: Ints) -> Ints:
 def get_deadlines(*pieces: Solution) -> Ints:
     """Return the ticks at which groups end compute, on which all subproblems must agree.
 
-    If `Problem.reduces_in_bubbles`, return the ticks at which reductions begin instead. The
-    solutions of all subproblems, `pieces`, must be on one clock.
+    They are those of `compute_group_ends`. If `Problem.reduces_in_bubbles`, return the ticks at
+    which reductions begin instead. The solutions of all subproblems, `pieces`, must be on one
+    clock.
     """
     if pieces[0].arrays.problem.reduces_in_bubbles:
         return place_in_bubbles(pieces).begin
@@ -121,7 +122,7 @@ class BubblePlaces(NamedTuple):
     begin: Ints
     """Start tick of each reduction; NEVER if no W precedes it."""
     done: Ints
-    """Tick at which each group has finished compute and reductions; NEVER if it reduces nothing."""
+    """Tick at which each group has finished compute and reductions; NEVER if none is placed."""
 
 
 def place_in_bubbles(pieces: Sequence[Solution]) -> BubblePlaces:
@@ -224,7 +225,7 @@ def compute_ticks_saved(pieces: Sequence[Solution]) -> Ints:
 
 
 def _last_ends(arrays: ProblemArrays, start: Ints) -> Ints:
-    """Return the tick at which each worker ends its last compute op."""
+    """Return each worker's last end of an op; without one, the first start of all."""
     last = np.full(len(arrays.workers), start.min())
     np.maximum.at(last, arrays.ops.worker[arrays.ops.unit], start + arrays.ops.duration)
     return last
@@ -271,7 +272,7 @@ def latest_group_ends(arrays: ProblemArrays, ends: Sequence[int] | Ints) -> Ints
     """Return how late, in ticks, each group may end compute without delaying a reduction.
 
     The comparison is with groups that end compute at `ends`; these ends are returned unchanged if
-    reductions may lie between compute ops.
+    `Problem.can_reduce_early` or `Problem.anneals_reductions`.
     """
     late = np.array(ends, dtype=np.int64)
     if not (arrays.problem.can_reduce_early or arrays.problem.anneals_reductions):
@@ -300,10 +301,7 @@ def solution_period(
 
 
 def _period_of_windows(arrays: ProblemArrays, first: Ints, ends: Ints, saved: Ints) -> int:
-    """Return the period, in ticks, given workers' first starts and groups' compute ends.
-
-    `saved` has, by group, what `compute_ticks_saved` returns.
-    """
+    """Return the period, in ticks, given workers' first starts and groups' compute ends."""
     done = ends if arrays.problem.can_reduce_early else place_reductions(arrays, ends)[1]
     closing = (done - saved)[arrays.group] + arrays.ticks_after_group
     # All windows then begin together with the first op, and end after the last op of the job.

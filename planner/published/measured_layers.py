@@ -36,7 +36,7 @@ ESTIMATED_ON = ModelLayout(gpu=GPUS["h100"], pipelines=1, stages=1, microbatches
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Model with the published times of its layers, for which pipelines are compared."""
+    """Model with published or estimated times of its layers, for which pipelines are compared."""
 
     name: str
     pattern: str

@@ -115,8 +115,8 @@ def iterate_points(settings: Settings) -> Iterator[Point]:
 def measure(point: Point, *, time_limit: float = 10.0, steps: int | None = None) -> Result:
     """Plan the job of a point; return its bubble, the bound, and the planning seconds.
 
-    The search takes `time_limit` seconds or, if given, `steps` steps. Raises NoPlanError if no
-    schedule is found, JobError if the limit is too short.
+    The search takes at most `time_limit` seconds or, if given, `steps` steps. Raises NoPlanError if
+    no schedule is found, JobError if the limit is too short.
     """
     return measure_job(point.make_job(), point.work, time_limit=time_limit, steps=steps)
 
@@ -126,7 +126,7 @@ def measure_job(
 ) -> Result:
     """Plan a job; return its bubble, the bound, and the planning seconds.
 
-    Each worker has `work`, in the job's unit of time, in an iteration. The search takes
+    Each worker has `work`, in the job's unit of time, in an iteration. The search takes at most
     `time_limit` seconds or, if given, `steps` steps. Raises NoPlanError if no schedule is found,
     JobError if the limit is too short.
     """

@@ -36,7 +36,7 @@ PIPELINES = 4
 DEAD_PIPELINE = 1
 """Pipeline of the worker that dies."""
 QUICK_SHARE = 0.25
-"""Share of the usual search steps that a plan with a dead worker gets."""
+"""Share of the usual search steps for the plans with and without a dead worker."""
 SMALLER = tuple(model for model in MODELS if model.workers == 4)
 """Models on four workers."""
 LARGER = tuple(model for model in MODELS if model.workers == 8)
@@ -132,7 +132,8 @@ class ModelBenchmark:
         """Return the number of layers of each of `stages` stages in a uniform division.
 
         The layers between embedding and head are divided evenly, with one more in the first stages
-        if necessary. The embedding belongs to the first stage, the head to the last one.
+        if necessary. The embedding belongs to the first stage, the head to the last one. As many
+        stages as layers have one each.
         """
         if stages in (1, self.layers):
             return (self.layers // stages,) * stages
@@ -200,11 +201,7 @@ class ModelBenchmark:
     def _search_divisions(
         self, rival: Rival, uniform: DividedPipeline | None
     ) -> DividedPipeline | None:
-        """Return `rival` with the best division that a random local search finds.
-
-        It exceeds `memory` if no division that is tried fits. The search starts from
-        `uniform` or from a balanced division; None if both deadlock.
-        """
+        """Return `rival` with the best division that a local search finds; None: deadlock."""
         generator = random.Random(0)
 
         def rank(division: DividedPipeline | None) -> tuple[float, float]:
@@ -241,7 +238,10 @@ class ModelBenchmark:
         return best
 
     def build_job(self, arrangement: Arrangement, pipelines: int = 1) -> Job:
-        """Return the job whose stages are placed and divided as in `arrangement`."""
+        """Return the job whose stages are placed and divided as in `arrangement`.
+
+        Raises JobError if a worker has no room for its weights.
+        """
         text = make_job(
             self.model, self.uniform(self.workers), self.microbatches, pipelines, self.memory
         )
@@ -287,7 +287,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     """Published schedules with their best division, by name. None if no division fits."""
     ours: DividedPipeline
     bound: float
-    """Lower bound on the seconds of an iteration with any placement of the layers."""
+    """Lower bound on the seconds of an iteration; if proven, with any placement of layers."""
     staggered: float
     """Seconds of Slipstream's iteration with a staggered optimizer, best placed for it."""
     dead: float | None
@@ -310,7 +310,10 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_model(model: MeasuredModel) -> ModelResult:
-    """Simulate all published schedules on one model, plan our own, and return the results."""
+    """Simulate all published schedules on one model, plan our own, and return the results.
+
+    Raises NoPlanError if no plan of our own is found.
+    """
     bench = ModelBenchmark(model)
     uniform = {name: bench.find_best(name, divided=False) for name in NAMES}
     divided = {name: bench.find_best(name, divided=True) for name in NAMES}

@@ -97,7 +97,10 @@ def make_chain(
 
 
 def twin_chain(chain: Chain, seed: int) -> Chain:
-    """Return a copy of an annealing chain, with arrays and random numbers of its own."""
+    """Return a copy of an annealing chain, with states and random numbers of its own.
+
+    Its statistics are 0.
+    """
     copies = {
         field: _copy_arrays(value)
         for field, value in zip(Chain._fields[1:], chain[1:], strict=True)
@@ -173,10 +176,7 @@ def _make_state(arrays: ProblemArrays, order: Ints, spare_units: int) -> State:
 
 
 def _tail_ticks(arrays: ProblemArrays) -> Ints:
-    """Return, by worker, the ticks from its group's end to its busy window's.
-
-    A group ends with its compute ops, or with its last reduction if these are timed one by one.
-    """
+    """Return, by worker, the ticks from its group's end to its busy window's."""
     # With a synchronous optimizer, and reductions not timed one by one, all windows end with the
     # iteration: no step starts before the last compute op.
     problem = arrays.problem
@@ -245,9 +245,8 @@ class AnnealingChain:
     """Run of annealing that shortens one plan of a subproblem, in rounds of steps.
 
     The proven bound, in ticks, is `goal`. The result depends on the seed and the number of steps,
-    not on the clock. Each group has a deadline, a tick by which all of its compute ops must end, at
-    first that of the plan. With a staggered optimizer, annealing shifts deadlines until
-    `fix_deadlines` is called.
+    not on the clock. Each group has a deadline, a tick by which all of its compute ops must end.
+    With a staggered optimizer, annealing shifts deadlines until `fix_deadlines` is called.
     """
 
     def __init__(
@@ -299,10 +298,7 @@ class AnnealingChain:
             chain.state.deadline[:] = delayed_group_ends(self._arrays, compute_group_ends(solution))
 
     def _set_common_end(self, solution: Solution) -> None:
-        """Let all windows end at tick 0, as in a plan; set begins of reductions.
-
-        Reductions in bubbles begin as in `solution`; the others as late as the step allows.
-        """
+        """Let all windows end at tick 0, as in a plan; set begins of reductions."""
         # With a synchronous optimizer, all windows end together.
         # The end of the plan, on its own clock; it becomes tick 0.
         instance, state = self._chain.instance, self._chain.state
@@ -312,7 +308,8 @@ class AnnealingChain:
         last = max(
             (finished[self._arrays.group] + self._arrays.ticks_after_group).max(), ends.max() + step
         )
-        # From the last one on, those behind compute begin as late as the step allows.
+        # Reductions in bubbles begin as in the plan; from the last one on, those behind compute as
+        # late as the step allows.
         free = np.full(len(ends), 0)
         free[self._arrays.group] = -self._arrays.ticks_after_group
         for number in np.argsort(begins, kind="stable")[::-1].tolist():
@@ -327,10 +324,7 @@ class AnnealingChain:
         instance.tail[:] = -state.end[self._arrays.group]
 
     def _set_reductions(self, state: State, begins: Sequence[int] | Ints) -> None:
-        """Let reductions begin at ticks `begins`, and set all ends and deadlines.
-
-        A reduction whose tick is 0 or NEVER begins as before.
-        """
+        """Let reductions begin at ticks `begins` (0, NEVER: as before); set ends and deadlines."""
         begins = np.asarray(begins)
         state.begin[:] = np.where((begins != 0) & (begins > NEVER), begins, state.begin)
         state.end[:] = ends_of_reductions(self._arrays, state.begin)
@@ -460,7 +454,7 @@ class AnnealingChain:
             self._cycle = self._cycle._replace(steps=end)
 
     def run(self) -> None:
-        """Run one round: `round_steps` annealing steps."""
+        """Run one round: `round_steps` annealing steps, or fewer as in `run_steps`."""
         self.run_steps(self.round_steps)
 
     def run_steps(self, steps: int) -> None:
@@ -545,10 +539,11 @@ def anneal_pieces(
     cycles: int | None = None,
     tell: Callable[[Incumbent], None] = lambda _: None,
 ) -> Incumbent:
-    """Anneal the subproblems that determine a candidate's period; return the better candidate.
+    """Anneal the subproblems that determine a candidate's period; return their best plans.
 
-    The search ends when the period attains the proven bound, when the budget is spent, or after
-    `cycles` cooling cycles.
+    The candidate that has these, joined, may be longer than one that `tell` received before. The
+    search ends when the longest subproblem's period attains the proven bound, when the budget is
+    spent, or after `cycles` cooling cycles.
 
     Parameters
     ----------
@@ -559,7 +554,7 @@ def anneal_pieces(
     params
         Parameters of annealing.
     cycles
-        Number of cooling cycles of each annealed subproblem; None: no limit.
+        Number of cooling cycles of the longest subproblem; None: no limit.
     tell
         Function that is called with a better candidate from time to time.
     """
@@ -644,11 +639,7 @@ class _PieceChains:
 
 
 def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the deadlines by subproblem and group, with missing ones filled in.
-
-    A 0 stands for a group that is not in the subproblem. It is replaced by the latest deadline
-    that any subproblem has for the group.
-    """
+    """Return deadlines by subproblem and group; the group's latest replaces a missing one, 0."""
     latest = [max(ticks) for ticks in zip(*deadlines, strict=True)]
     filled = []
     for of_piece in deadlines:
@@ -657,11 +648,7 @@ def _fill_missing_deadlines(deadlines: Sequence[Sequence[int]]) -> list[list[int
 
 
 class _JointAnnealing:
-    """Annealing of a candidate's subproblems, all with the same deadlines of groups.
-
-    A group's deadline is the tick by which its compute ops must end in every subproblem. Up to
-    `chains` chains run at once.
-    """
+    """Annealing of a candidate's subproblems, all with the same deadlines of groups."""
 
     def __init__(self, candidate: Incumbent, chains: int, pieces: list[_PieceChains]) -> None:
         self._candidate, self._chains, self._pieces = candidate, chains, pieces
@@ -715,12 +702,7 @@ class _JointAnnealing:
         return [order[0].get_chain(number) for number in range(self._chains)]
 
     def end_round(self) -> None:
-        """Finish a round of the subproblems that were annealed.
-
-        If a subproblem may shift the deadlines, all others get its best ones. As soon as another
-        one has been annealed, which must be able to rely on the deadlines, none may shift them any
-        more.
-        """
+        """Finish a round; give all other subproblems the best deadlines of one that shifts them."""
         # Once another subproblem is annealed, it relies on them: they stay as they are.
         self.rounds += 1
         for piece in self._annealed:

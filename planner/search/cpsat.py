@@ -1,7 +1,7 @@
 """Improve plans and prove lower bounds on the period with CP-SAT.
 
-The solver starts from a known plan, its hint, and returns no longer one. In the formulas, F, I and
-W are start times, p durations and h hosts.
+If a plan is known, the solver starts from it, its hint, and returns no longer one. In the formulas,
+F, I and W are start times, p durations and h hosts.
 """
 
 import math
@@ -530,9 +530,9 @@ def improve_solution(
 ) -> tuple[Solution, int, int]:
     """Search with CP-SAT, within the budget, for a shorter plan than `hint`.
 
-    Return the best plan (`hint` if none is shorter), its period in ticks, and the proven bound in
-    ticks. If optimality is proven within the budget, the result depends on the seed alone, not on
-    the clock.
+    Return the best plan (`hint` if none as short is found), its period in ticks, and the proven
+    bound in ticks. If optimality is proven within the budget, the result depends on the seed alone,
+    not on the clock.
 
     Parameters
     ----------

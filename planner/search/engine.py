@@ -2,9 +2,10 @@
 
 A candidate is a problem in which the layers of each worker and the slices of each micro-batch are
 decided. First, a few list schedules of each candidate show which ones deserve more time. The best
-few layouts get many more list schedules. Then the best few candidates are annealed in turns, fewer
-each time, until one has the rest of the time (successive halving); CP-SAT also improves a small
-candidate after a little annealing. A job with one candidate is treated in the same way.
+few layouts that move layers get many more list schedules. Then the best few candidates are annealed
+in turns, fewer each time, until one has the rest of the time (successive halving); CP-SAT also
+improves a small candidate after a little annealing. A job with one candidate is treated in the same
+way.
 """
 
 import contextlib
@@ -58,8 +59,10 @@ def find_best_candidate(
 ) -> Incumbent:
     """Search by `method` for the best plan of a problem, or of a source's candidates.
 
-    Return the candidate that has this plan. Raises NoPlanError if no plan is found that keeps
-    workers within their memory, or if no layout has a holder for every layer.
+    Return the candidate that has this plan. Its subproblems are added to `budget.solved` unless
+    that is None. Baseline methods need a problem in place, and use no budget. Raises NoPlanError if
+    no plan is found that keeps workers within their memory, or if no layout has a holder for every
+    layer.
     """
     if isinstance(question, CandidateSource):
         proposals = question
@@ -195,11 +198,7 @@ class _Engine:
             self._candidates.append(with_solved_pieces(improved, budget.solved or ()))
 
     def _add_small_layout(self, budget: Budget, share: float = 1.0) -> bool:
-        """Add CP-SAT's layout of a small job, if it is shorter than the best plan.
-
-        The search may use `share` of what is left of the budget. Return whether CP-SAT has proven
-        that no layout has a plan.
-        """
+        """Add CP-SAT's layout of a small job if shorter; return whether none can exist."""
         # The solver takes a third of a second to load.
         from slipstream.planner.search import layer_model
 
@@ -235,11 +234,7 @@ class _Engine:
         return impossible
 
     def _add_first_plan(self, first: Incumbent | None, budget: Budget) -> None:
-        """Add a plan of a small job by CP-SAT; raise NoPlanError if none is found.
-
-        `first` is the problem with layers in place; None: that is no candidate. Other layouts
-        follow.
-        """
+        """Add a plan of a small job by CP-SAT; raise NoPlanError if none is found."""
         from slipstream.planner.search import cpsat
 
         # In place first, then with another layout.

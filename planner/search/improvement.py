@@ -28,9 +28,10 @@ def improve_by_list_schedules(
 ) -> Incumbent:
     """Try many list schedules of each subproblem; return the candidate with the best of each.
 
-    At most `steps` random changes of the rules are tried for each subproblem (None: `most_steps` of
-    `params`). The search for a subproblem ends once its period is no longer than the longest of
-    the subproblems before it. Raises StuckError if all schedules of a subproblem get stuck.
+    Its plan may be longer than before. At most `steps` random changes of the rules are tried for
+    each subproblem (None: `most_steps` of `params`). The search for a subproblem ends once its
+    period is no longer than the bound or the longest of the smaller subproblems before it. Raises
+    StuckError if all schedules of a subproblem get stuck.
     """
     # A subproblem's period says little about the whole: of several, only the whole is reported.
     improved = _search_each_piece(
@@ -87,7 +88,11 @@ def improve_by_annealing(
     params: AnnealingParams = DEFAULTS.annealing,
     cycles: int | None = None,
 ) -> Incumbent:
-    """Anneal for `cycles` cooling cycles (None: no limit); return the best candidate."""
+    """Anneal for `cycles` cooling cycles (None: no limit); return the best candidate.
+
+    Annealing ends before that at the bound, or with the budget. Return `candidate` itself if its
+    period is at the bound, or if too little time is left to begin.
+    """
     begin = params.begin_seconds * candidate.operation_count
     if budget.end_reason(candidate.period, candidate.bound.ticks, begin):
         return candidate
@@ -175,7 +180,10 @@ def _proof_problem(candidate: Incumbent, index: int, params: CpSatParams) -> Pro
 
 
 def improve_candidate(candidate: Incumbent, budget: Budget, params: SearchParams) -> Incumbent:
-    """Anneal a candidate until the budget ends, with CP-SAT on small subproblems in between."""
+    """Anneal a candidate until bound or budget ends it; return the best candidate.
+
+    If some subproblems are small enough, CP-SAT improves them after a short annealing.
+    """
     if not find_provable_pieces(candidate, params.cp_sat):
         return improve_by_annealing(candidate, budget, params.annealing)
     # A short annealing for CP-SAT's hint, then each subproblem, then all as one.
@@ -205,8 +213,8 @@ MIN_CYCLES = 3
 def describe_gap(candidate: Incumbent, clock: Clock, seconds: float) -> str:
     """Return words that explain why a candidate's period is above the proven bound.
 
-    The words say whether a longer search may find a better plan, and what the bound counts. The
-    search took `seconds` of `clock`, which measures time or counts steps.
+    They suppose that it is. They say whether a longer search may find a better plan, and what the
+    bound counts. The search took `seconds` of `clock`, which measures time or counts steps.
     """
     # The longer a search has found nothing, the likelier is the gap one of the bound.
     bound = f"the bound counts {candidate.bound.counts}"

@@ -53,9 +53,15 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     end: SearchEnd = SearchEnd.BOUND
     """Reason why the search ended; set for the best candidate only."""
     evidence: str = ""
-    """Words that explain a period above the bound; empty without a gap."""
+    """Words that explain a period above the bound; empty for a baseline method.
+
+    They are set without a gap, too, and mean nothing then.
+    """
     fixed_period: float | None = None
-    """Period in seconds of the best candidate in place; None if no layers move."""
+    """Period in seconds of the best candidate in place.
+
+    None if there is none, or if no layers move.
+    """
 
     @property
     def period_seconds(self) -> float:
@@ -118,7 +124,8 @@ class Incumbent(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def with_piece(self, index: int, solution: Solution, period: int) -> "Incumbent":
         """Return a copy in which subproblem `index` has another solution with this period.
 
-        The period is in ticks. If the period of the whole would get longer, returns `self` instead.
+        The period is in ticks; the copy has no deadlines. If the period of the whole would get
+        longer, returns `self` instead.
         """
         solutions, periods = list(self.solutions), list(self.periods)
         solutions[index], periods[index] = solution, period
@@ -164,8 +171,9 @@ def divide_problem(
     """Divide a problem into subproblems; return a candidate without solutions.
 
     In the subproblems, live workers run all micro-batches of their own pipelines, and only those of
-    failed workers may go to any peer. If live workers of a stage would then take different times,
-    or if the problem has a layout, the subproblems have the freedom of the problem instead.
+    workers that are down or lack room may go to any peer. If live workers of a stage would then
+    take different times, or if the problem has a layout, the subproblems have the freedom of the
+    problem instead.
 
     Parameters
     ----------
@@ -263,7 +271,7 @@ LayoutSource = Callable[[float], Iterator[Incumbent]]
 """Function that yields a candidate without solutions for each layout, the most promising first.
 
 Candidates are made on demand. The argument is the largest number of slices of all micro-batches
-for which layouts with short slices are made. Raises LookupError if there are no candidates.
+for which layouts with short slices are made. The iterator raises LookupError if there are none.
 """
 
 

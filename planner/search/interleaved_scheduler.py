@@ -55,7 +55,11 @@ class InterleavedRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def iterate_interleaved_rules(problem: Problem) -> Iterator[InterleavedRule]:
-    """Iterate over the rules to try; none unless workers have several stages of one direction."""
+    """Iterate over the rules to try.
+
+    There are none unless each worker has several stages of one direction, interleaved or as a V, or
+    if the problem has a layout.
+    """
     # The order suits placements in which the second stages follow the first: back from the last
     # column (a V), or from the first column again (interleaved).
     grid = problem.grid
@@ -176,15 +180,11 @@ class InterleavedScheduler:
 
 
 def _turn_of_v(first: Ints, second: Ints, warm: int, column: int, columns: int) -> Ints:
-    """Return a worker's F and I as on a V, in order.
-
-    The worker is in `column` of `columns`. `first` and `second` have the F of its two stages;
-    `warm` of the first come before all else. Once all I of the second stage are done, a -1, for the
-    oldest W that waits, follows each I of the first; other W are left out.
-    """
+    """Return the F and I, in order, of a worker in `column` of a V."""
     # The arrays have the F of its first stage, on the way out, and of its second, on the way back;
     # the number of an I is that of its F plus 1. `warm` F of the first stage come before any other
-    # op; -1 stands for the oldest W that waits.
+    # op. Once all I of the second stage are done, a -1, for the oldest W that waits, follows each I
+    # of the first; other W are left out.
     turn = [*first[:warm]]
     # Numbers that are done of 0, 1: F of both stages; 2, 3: I of both.
     done, count = [len(turn), 0, 0, 0], max(len(first), len(second))

@@ -1,9 +1,9 @@
 """Plan small jobs as a whole with CP-SAT: who runs each layer, and when.
 
 The model is that of `planner.search.cpsat`, with layers in place of stages, and all live workers as
-hosts if layers may move. Every layout that is allowed is a solution of the model, so that the
-solver also finds a plan where list schedules find none. The answer is a layout and an order of ops,
-which are timed like all others; no bound is proven.
+hosts if layers may move. Unless memory is rounded, every layout that is allowed is a solution of
+the model, so that the solver also finds a plan where list schedules find none. The answer is a
+layout and an order of ops, which are timed like all others; no bound is proven.
 """
 
 from collections.abc import Mapping

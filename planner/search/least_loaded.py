@@ -53,7 +53,7 @@ def assign_least_loaded(
     assigned
         Workers of the other units.
     hosts_of
-        Possible workers of re-routed units, by stage.
+        Possible workers of re-routed units, by stage; at least one for each.
     """
     loads, hosts = _Loads(problem, lost, hosts_of), dict[Unit, Worker]()
     # What workers run already.

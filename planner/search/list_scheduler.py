@@ -166,10 +166,7 @@ def _assign_by_speed(problem: Problem) -> dict[Unit, Worker]:
 def _balance_counts(
     price: Mapping[int, int], present: Mapping[int, int], total: int
 ) -> dict[int, int]:
-    """Return how many of `total` units each pipeline's worker runs, so that loads are even.
-
-    `price` has its ticks for a unit. `present` has its own units, which decide between equal loads.
-    """
+    """Return how many of `total` units each pipeline's worker runs, so that loads are even."""
     # `price` has the ticks of a unit on the pipeline's worker, `present` its own units. Of equal
     # loads, a pipeline goes first that has units of its own left.
     counts = dict.fromkeys(price, 0)
@@ -190,10 +187,7 @@ def _assign_round_robin(live: Sequence[Worker], units: list[Unit]) -> dict[Unit,
 def _assign_spread(
     problem: Problem, rerouted: Mapping[int, list[Unit]], lost: Sequence[int]
 ) -> dict[Unit, Worker]:
-    """Assign units to peers with time to spare, whose pipelines run the fewest re-routed ones.
-
-    `rerouted` has the units by stage, `lost` the number of dead workers of each pipeline.
-    """
+    """Assign units to peers with time to spare, whose pipelines run the fewest re-routed ones."""
     # Pipelines with dead workers come last: their micro-batches wait for peers, so their workers
     # should have time to spare.
     bound = lower_bound(problem)
@@ -268,7 +262,7 @@ Floats = NDArray[np.float64]
 
 
 class StuckError(Exception):
-    """Raised when micro-batches wait for each other's memory, so that no op can start."""
+    """Raised when ops wait for memory, or for each other, so that none can start."""
 
 
 class PlaceChange(NamedTuple):
@@ -330,7 +324,7 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
     A worker with x % more units than the median has limits that are this factor times x % higher.
     """
     rerouted: ReroutedTurn = "in turn"
-    """Turn of re-routed micro-batches: "first", "last", or by age ("in turn").
+    """Turn of re-routed and shed micro-batches: "first", "last", or by age ("in turn").
 
     They go before or after all other micro-batches of the worker, or among them. "first" is good if
     the broken pipeline, which waits for several peers, sets the pace.
@@ -350,8 +344,8 @@ class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
 def scale_in_flight_limits(problem: Problem, slope: float = 1.0, extra: int = 0) -> tuple[int, ...]:
     """Return limits of micro-batches in flight, by slice, for `DispatchRule.in_flight`.
 
-    A limit is `slope` times that of 1F1B, plus `extra`. The limit of 1F1B is the number of stages
-    from the slice's own on.
+    A limit is `slope` times that of 1F1B, rounded down, plus `extra`, and at least 1. The limit of
+    1F1B is the number of stages from the slice's own on.
     """
     grid = problem.grid
     # The number of stages before each slice; of a slice within stages, before its first layer's.
@@ -489,11 +483,7 @@ def _compute_priorities(
     advance: float,
     places: Sequence[PlaceChange],
 ) -> Ints:
-    """Return each unit's rank in the turn; units of low rank go first.
-
-    `longer` has the extra time of each unit's route, in micro-batches, and units go earlier by
-    `advance` times that; None: not at all. `places` then moves single micro-batches.
-    """
+    """Return each unit's rank in the turn; units of low rank go first."""
     # By age, with the changes of places; of equal age, pipelines in turn.
     _, pipeline, number = arrays.unit_numbers.T
     older = np.zeros(len(number)) if longer is None else advance * longer
@@ -567,10 +557,7 @@ def compute_reserved_memory(arrays: ProblemArrays) -> ReservedMemory:
 
 
 def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
-    """Return the memory that each F takes and needs free, if units' workers are known.
-
-    They are known from `arrays`. The memory is by slice.
-    """
+    """Return the memory that each F takes and needs free, if units' workers are known."""
     # If the slice's peak and the largest peak of its worker's later slices are free, all
     # micro-batches can drain, by the argument of `ReservedMemory`. If some worker's room is too
     # small for this, or for the peaks of all its slices of one micro-batch, each F waits only for
@@ -601,10 +588,7 @@ def _reserve_by_worker(arrays: ProblemArrays) -> ReservedMemory:
 def _has_room_for_each(
     arrays: ProblemArrays, run: Sequence[set[int]], peaks: Sequence[int]
 ) -> bool:
-    """Return whether workers have room for all their peaks of each micro-batch.
-
-    The slices that each worker runs are in `run`, by row, and the peaks of slices in `peaks`.
-    """
+    """Return whether workers have room for all their peaks of each micro-batch."""
     # The first I of a micro-batch follows all of its F, which hold their peaks until then.
     room = [activation_capacity(arrays.problem, worker) for worker in arrays.workers]
     taken = [sum(map(peaks.__getitem__, numbers)) for numbers in run]
@@ -646,10 +630,7 @@ def _reserve_by_column(problem: Problem) -> ReservedMemory:
 
 
 def _can_starve(problem: Problem, room: Sequence[int]) -> bool:
-    """Return whether room reserved for each W leaves fewer micro-batches in flight than 1F1B.
-
-    The argument `room` has the least room of a live worker in each column, in memory units.
-    """
+    """Return whether room reserved for each W leaves fewer micro-batches in flight than 1F1B."""
     # This is so with activation recomputation: little is held until I, and from then on as much as
     # without it.
     grid = problem.grid
@@ -693,7 +674,8 @@ def schedule_1f1b(problem: Problem) -> Solution:
     """Return the list schedule of 1F1B; peers take re-routed micro-batches in turn.
 
     1F1B is PipeDream-flush (Narayanan et al. 2021). Stage v of V holds at most V - v micro-batches
-    between F and B. A backward is never postponed or split. Raises StuckError for lack of memory.
+    between F and B, on a peer with more units in proportion more. A backward is never postponed or
+    split. Raises StuckError for lack of memory.
     """
     return _schedule_by_rule(
         problem,

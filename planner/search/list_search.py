@@ -351,7 +351,8 @@ def search_list_schedules(
     params
         Rules and numbers of the search.
     steps
-        Largest number of random changes of rules; None: `params.most_steps`.
+        Largest number of random changes of rules; None: `params.most_steps`. There are fewer in a
+        large problem.
     tell
         Function that is called with the period, in ticks, of each better plan.
     """
@@ -433,11 +434,7 @@ def _try_other(
     kind: type[Scheduler],
     why: str,
 ) -> _Attempt | None:
-    """Try `rule`, of schedulers of class `kind`, with the present hosts; None if stuck.
-
-    If nothing was tried yet, the first assignment rule gives the hosts (`_get_scheduler`). The
-    attempt is tallied as `why`.
-    """
+    """Try `rule`, of schedulers of class `kind`, with the present hosts; None if stuck."""
     current = best.current.scheduler if best.current else _get_scheduler(best, schedulers, 0)
     assert current is not None
     if kind not in best.others or best.others[kind].arrays is not current.arrays:
@@ -448,10 +445,7 @@ def _try_other(
 def _get_scheduler(
     best: _SearchState, schedulers: list[Scheduler | None], index: int
 ) -> Scheduler | None:
-    """Return the scheduler of `ASSIGNMENT_RULES[index]`; None if it assigns nothing new.
-
-    `schedulers` has those of the first rules; those up to `index` that are missing are added.
-    """
+    """Return the scheduler of `ASSIGNMENT_RULES[index]`; None if it assigns nothing new."""
     # Schedulers are made on demand, those of all earlier rules first.
     problem = best.problem
     for rule in ASSIGNMENT_RULES[len(schedulers) : index + 1]:
@@ -476,11 +470,7 @@ def _random_steps(
     steps: int,
     params: ListParams,
 ) -> None:
-    """Make at most `steps` random changes to the rule or assignment of `best.current`.
-
-    Each whose plan is no worse is kept. After many without effect, the next start from a random one
-    of `starts`.
-    """
+    """Make at most `steps` random changes to the rule or assignment of `best.current`."""
     if best.current is None:  # only the baselines did not get stuck
         return
     exchanging = _can_exchange(best.problem)

@@ -47,7 +47,7 @@ class Change(msgspec.Struct, frozen=True):
 class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Places of a fleet that have a machine, over time.
 
-    Changes are in order of time, at most one at an instant.
+    Changes are in order of time; those at one instant take effect one after the other.
     """
 
     name: str
@@ -76,12 +76,12 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def machine_slowdowns(self) -> int:
-        """Number of times that a machine becomes slow."""
+        """Number of times that a machine becomes slow, or slow by another factor."""
         return sum(factor > 1 for change in self.changes for _, factor in change.slowed)
 
     @property
     def link_slowdowns(self) -> int:
-        """Number of times that the links become slow."""
+        """Number of times that the links become slow, or slow by another factor."""
         return sum(change.links > 1 for change in self.changes)
 
     @property
@@ -100,7 +100,7 @@ class AvailabilityTrace(msgspec.Struct, frozen=True, kw_only=True):
     def seconds_between_failures(self) -> float:
         """Mean seconds between instants at which machines or GPUs are lost.
 
-        With at most one such instant, it is the trace's length.
+        It is the trace's length, divided by the number of such instants if there are any.
         """
         return self.length_seconds / max(
             1,
@@ -204,8 +204,8 @@ def group_gpus(trace: AvailabilityTrace, gpus: int) -> AvailabilityTrace:
     """Return the trace of workers that a trace of single GPUs amounts to.
 
     Each worker has `gpus` GPUs of consecutive numbers. A worker is lost with the last of its GPUs,
-    and returns with the first one that returns. Raises ValueError unless `gpus` is at least 1 and
-    divides the number of places.
+    and returns with the first one that returns. Slowness of single GPUs is left out. Raises
+    ValueError unless `gpus` is at least 1 and divides the number of places.
     """
     if gpus < 1 or trace.places % gpus:
         raise ValueError(
@@ -340,7 +340,8 @@ def fit_to_job(
     Each place of the given trace becomes a worker or, with `nodes` (the places of each node's
     workers), all workers of a node, which leave and return together. A job smaller than the fleet
     gets places drawn at random by `seed`, so that it has the fleet's failure rate per machine. For
-    a larger job, each place represents several neighbouring workers or nodes, which fail together.
+    a larger job, each place represents one or several neighbouring workers or nodes, which fail
+    together. If the numbers are equal and there are no nodes, the trace itself is returned.
     Raises ValueError for a trace without places, or a job without workers.
     """
     if trace.places < 1 or workers < 1:

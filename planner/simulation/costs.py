@@ -47,7 +47,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     bamboo_fault_free_share: float = 13.41 / 20.55
     """Bamboo's throughput without failures, as a share of 1F1B's. Measured on a 350M model [R]."""
     bamboo_max_covered_share: float = 0.05
-    """Share of stages run by dead workers' predecessors above which new pipelines form [B]."""
+    """Share of stages covered since pipelines formed above which new pipelines form [B]."""
     ft_hsdp_stall_seconds: float = 180.0
     """Seconds for which a failure stops all replicas: 3 minutes [F]."""
     ft_hsdp_restart_seconds: float = 600.0

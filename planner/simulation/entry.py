@@ -43,7 +43,7 @@ class Entry(RatedByStage):
     """Base class for another system's policy: it must define `rate`, and may define `pause`.
 
     The rate follows from the dead workers of each stage, and the system may pause when they change.
-    A failure also costs half an iteration, as for all policies. At a rate of 0, the system waits,
+    A failure while it trains also costs up to half an iteration. At a rate of 0, the system waits,
     and resumes from a checkpoint.
     """
 
@@ -66,7 +66,10 @@ class Entry(RatedByStage):
         return self.resume_training(self.rate(self._count_down_by_stage()))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return the phases after a change: a pause, redoing lost samples, then training."""
+        """Return the phases after a change: a pause, redoing lost samples, then training.
+
+        At a rate of 0, the job waits; after that, it restarts from the checkpoint instead.
+        """
         self._live = self._live - set(change.removed) | set(change.added)
         down = self._count_down_by_stage()
         return self.resume_after_change(
@@ -132,7 +135,11 @@ class _TableEntry(Entry):
 
 
 def decode_json_file(path: Path, decoder: msgspec.json.Decoder[Content], expected: str) -> Content:
-    """Return a JSON file's contents. Raises EntryError that names file and `expected` form."""
+    """Return a JSON file's contents.
+
+    Raises EntryError that names the file if it cannot be read, is too large, or lacks the
+    `expected` form.
+    """
     data = read_at_most(path, MAX_BYTES, EntryError)
     try:
         return decoder.decode(data)
@@ -146,7 +153,8 @@ _TABLE = msgspec.json.Decoder(EntryTable)
 def read_entry(path: Path) -> EntryTable:
     """Read the file that states another system's throughput for the benchmark.
 
-    Raises EntryError that names the file.
+    Raises EntryError that names the file if it cannot be read, has another form, a case without
+    rows, a negative value, or two rows of a case for the same `down`.
     """
     table = decode_json_file(path, _TABLE, "the form slipstream-entry-1 (docs/benchmark.md)")
     for case, rows in table.cases.items():

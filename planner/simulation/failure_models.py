@@ -98,7 +98,7 @@ def make_single_gpu_model(
 ) -> FailureModel:
     """Return a model in which single GPUs fail, every `mtbf_hours` on average.
 
-    The text `source` says where that number is from.
+    The text `source` says where that number is from. All else has the defaults of `FailureKind`.
     """
     return FailureModel(
         name=name,

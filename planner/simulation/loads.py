@@ -9,7 +9,7 @@ from slipstream.planner.job.file import Job
 LAYERS_PER_STAGE = 8
 """Assumed number of layers of a stage, if the job file gives none."""
 MAX_LAYERS = 128
-"""Largest number of layers in formulas; in larger models several layers count as one."""
+"""Number of layers above which, in formulas, several layers of a stage count as one."""
 DownByStage = tuple[int, ...]
 """Number of dead workers of each stage (column)."""
 
@@ -93,7 +93,10 @@ class Loads:
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
-        """Seconds of F, I and W of a micro-batch, by layer; equal within a stage."""
+        """Seconds of F, I and W of a micro-batch, by layer; equal within a stage.
+
+        If the job gives no layers or more than `MAX_LAYERS`, all stages have an assumed number.
+        """
         job, depth = self._job, self._job.depth
         counts = [max(1, min(LAYERS_PER_STAGE, MAX_LAYERS // depth))] * depth
         if job.layers and sum(job.layers[:depth]) <= MAX_LAYERS:
@@ -122,7 +125,7 @@ class Loads:
         """Return a lower bound on the seconds of an iteration on `live` workers.
 
         All work is spread evenly over the workers; then come the shortest all-reduce and optimizer
-        step of any stage. A worker at half speed counts half.
+        step of any stage. A worker at half speed counts half. Infinite without live workers.
         """
         if live <= 0:
             return math.inf

@@ -174,7 +174,7 @@ class Policy(ABC):
     def steady_rate(self, failures: int) -> float:
         """Return the long-run samples per second with `failures` workers dead.
 
-        They are the ones whose loss costs least.
+        The policy chooses these workers, mostly so that their loss costs least.
         """
 
     @staticmethod
@@ -235,6 +235,7 @@ class Policy(ABC):
 
         The rate is in samples per second. Lost samples still to be redone after `seconds` are
         redone at the new rate. At a rate of 0, the job waits, without `stall` (`resume_training`).
+        The last of `phases` must have no end.
         """
         unchanged: list[Phase] = []
         for index, phase in enumerate(phases):
@@ -259,9 +260,10 @@ class Policy(ABC):
     ) -> list[Phase]:
         """Return the pauses `stalls`, then redoing lost samples, then training at `rate`.
 
-        `remaining` has the phases that were still to come. With `worker_died`, half an iteration is
-        lost. If only the checkpoint holds the parameters of some stage (`state_lost`, or
-        `remaining` begins with waiting or restarting), the job restarts from it instead.
+        `remaining` has the phases that were still to come. With `worker_died`, up to half an
+        iteration is lost (`discard_lost_samples`). If only the checkpoint holds the parameters of
+        some stage (`state_lost`, or `remaining` begins with waiting or restarting), the job
+        restarts from it instead. At a rate of 0, it waits.
         """
         if state_lost or self.needs_checkpoint(remaining):
             return self.restart(rate, remaining)
@@ -272,7 +274,7 @@ class Policy(ABC):
         )
 
     def restart(self, rate: float, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return the phases of a restart from the last checkpoint.
+        """Return the phases of a restart from the last checkpoint, and record it.
 
         After a pause, samples since the checkpoint, those still to be redone in `remaining`, and
         those lost while the job waited are redone; training at `rate` samples per second follows.
@@ -407,7 +409,10 @@ class CheckpointTimes:
 
     @property
     def samples_since_stall(self) -> float:
-        """Number of samples trained since the job last paused, useful or redone."""
+        """Number of samples trained since the job last paused, useful or redone.
+
+        Time in which checkpoints are written counts as training.
+        """
         seconds, phases = self._spans.seconds, self._spans.phases
         first = len(phases)
         while first and phases[first - 1].trained_rate:

@@ -79,8 +79,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def seconds_to_recover(self) -> float:
         """Mean time to recover (MTTR): mean length of intervals without new samples.
 
-        An interval lasts from the failure or change of schedule until all lost work is redone. The
-        mean is 0 without any interval.
+        An interval lasts from a failure or change of schedule until all lost work is redone,
+        waiting included. The mean is 0 without any interval.
         """
         stopped = self.useful_rates == 0
         count = np.count_nonzero(stopped & ~np.concatenate([[False], stopped[:-1]]))
@@ -161,7 +161,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def failure_seconds(self, name: str, *, planned: bool = False) -> float:
         """Return the seconds that failures cost a policy, compared with its own rate without any.
 
-        With `planned`, the policy's run with this planner's schedules counts.
+        With `planned`, the policy's run with this planner's schedules counts. 0 if the policy's
+        rate is 0. Raises KeyError without such a run.
         """
         run = (self.planned if planned else self.runs)[name]
         return (
@@ -179,7 +180,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
         The best rate is the best policy's with all workers alive, as in Google's ML Productivity
         Goodput (2024). None for a reference line, which is not a system and may be faster than the
-        best of them.
+        best of them. Raises KeyError for a policy that is not in `POLICIES`.
         """
         if POLICIES[name].is_reference:
             return None
@@ -193,12 +194,12 @@ def compare_policies(
     trace: AvailabilityTrace,
     progress: CountCallback = lambda _done, _total: None,
 ) -> Comparison:
-    """Simulate policies over one trace, which must fit the job.
+    """Simulate policies of `POLICIES` over one trace, which must fit the job.
 
     Policies of other systems are simulated twice: with the schedules that they publish, and with
     this planner's. The function `progress` receives how many policies are done, and how many there
-    are. After Ctrl-C the result has the policies that were finished. Raises KeyboardInterrupt if
-    there are none.
+    are. After Ctrl-C the result has the policies that were finished, the last possibly without its
+    second run. Raises KeyboardInterrupt if there are none.
     """
     scenario = Scenario(throughputs, costs, trace.seconds_between_failures)
     with_planned = scenario._replace(throughputs=throughputs.with_planned_pipelines())

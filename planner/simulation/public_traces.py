@@ -73,7 +73,8 @@ _SPOT_TRACE = msgspec.json.Decoder(_SpotTrace)
 def parse_spot_counts(text: str) -> tuple[list[tuple[float, int]], float]:
     """Return a spot trace as pairs (seconds, instances), and its length in seconds.
 
-    The instances are those from that time on. Raises ValueError if the text has another form.
+    The instances are those from that time on; equal neighbours are merged. Raises ValueError if the
+    text has another form, or values that are no counts or no interval.
     """
     try:
         trace = _SPOT_TRACE.decode(text)
@@ -184,8 +185,9 @@ def parse_acme_trace(text: str, name: str, seed: int = 0) -> AvailabilityTrace:
 
     Each failed job takes a server, drawn with `seed`, until its user begins the next job of that
     size; for `USUAL_ABSENCE_SECONDS` if that is not within `MAX_ABSENCE_SECONDS`. Of jobs that fail
-    at one instant, only the first counts. Raises ValueError for a line of another form, which it
-    names, or if no job on several servers has a start and a later end.
+    at one instant, only the first counts; none counts while all servers are away. Raises ValueError
+    for a line of another form, which it names, or if no job on several servers has a start and a
+    later end.
     """
     jobs = list(_parse_acme_jobs(text))
     if not jobs:
@@ -278,10 +280,7 @@ def _peak_servers(jobs: Sequence[_AcmeJob]) -> int:
 
 
 def _seconds_to_next_jobs(jobs: Sequence[_AcmeJob]) -> Mapping[_AcmeJob, float]:
-    """Return the seconds from each job's end to its user's next job of equal size.
-
-    Jobs without a next one within `MAX_ABSENCE_SECONDS` are left out.
-    """
+    """Return the seconds from each job's end to its user's next similar job, if soon."""
     similar = defaultdict[tuple[str, int], list[_AcmeJob]](list)
     for job in sorted(jobs, key=lambda job: job.begin):
         similar[job.user, job.gpus].append(job)
@@ -304,7 +303,8 @@ def read_slow_worker_trace(path: Path) -> AvailabilityTrace:
     """Return a trace of how slow the workers of a recorded job were, by iteration.
 
     ByteDance recorded the job (StragglerAnalysis). The place of a worker is its dp_rank x stages +
-    its stage. Raises ValueError if the file cannot be read, or has no rows of that form.
+    its stage. Raises ValueError if pyarrow is not installed, or the file cannot be read or has no
+    rows of that form.
     """
     column = read_columns(path, STRAGGLER_FIELDS)
     steps, step = np.unique(column["step"], return_inverse=True)

@@ -25,7 +25,7 @@ from slipstream.schedules.tables.pattern import count_key, settled_key
 from slipstream.schedules.tables.table import Table
 
 SETTLE_SECONDS = 0.5
-"""Largest time for one plan, in seconds of a fixed number of search steps each."""
+"""Largest default time for one plan, in seconds of a fixed number of steps each."""
 SECONDS_PER_OP = 2e-4
 """Time for each compute op of a small job's plan, in seconds of search steps."""
 TRIAL_SHARE = 0.25
@@ -40,7 +40,7 @@ class RebalancedPlan(NamedTuple):
     period: float
     """Period in seconds."""
     stages_moved: float
-    """Most layers that one worker receives, divided by the layers of a column."""
+    """Most layers that one worker receives, divided by the mean layers of a column."""
 
 
 class SlowWorkerCount(NamedTuple):
@@ -69,10 +69,11 @@ class RebalancedPlans:
 
         The time `plan_seconds` for one plan is in seconds of a fixed number of search steps each;
         None: by the size of the job. Where two choices of dead workers stand for all, both are
-        tried for a part of that time, and the better one gets the rest. In the plan for as many
-        failures as `dead` has workers, these are dead, and the search is that of `slipstream plan`
-        if the job is undivided. Schedules in `table`, which is of this job, are not planned again.
-        The function `announce` receives a line of text before each plan.
+        tried for `TRIAL_SHARE` of that time, and the better one for the time that this leaves.
+        Without `dead`, plans are list schedules; with it, they are searched by CP-SAT, and if the
+        job is undivided, these workers are dead in the plan for as many failures. Schedules in
+        `table`, which is of this job, are not planned again. The function `announce` receives a
+        line of text before each plan.
         """
         layers = job.layers or (LAYERS_PER_STAGE,) * len(job.columns)
         self._layers_per_stage = sum(layers[: job.depth]) / job.stages
@@ -90,7 +91,7 @@ class RebalancedPlans:
 
         The result may be the plan for one failure more, in which a live worker idles, so that a
         failure never makes the job faster. If workers are slow, only plans for exactly this case
-        are considered.
+        are considered. Raises TableError for an entry of the table that cannot be used.
         """
         job = self._job
         divides = len(set(job.microbatches)) == 1 and self._find_in_table(failures) is None
@@ -152,11 +153,7 @@ class RebalancedPlans:
         return self._plans[key]
 
     def _is_known_dead(self, pipelines: int, failures: int) -> bool:
-        """Return whether the failures are those of the workers `dead` of `__init__`.
-
-        They are if all pipelines of the job are planned, with as many `failures` as `dead`, at
-        least one.
-        """
+        """Return whether the failures are those of the workers `dead`, in the undivided job."""
         return bool(self._dead) and pipelines == self._job.pipelines and failures == len(self._dead)
 
     def _make_job_part(self, pipelines: int) -> Job:
@@ -199,11 +196,7 @@ class RebalancedPlans:
     def _search_schedule(
         self, job: Job, chosen: Sequence[Worker], failures: int, slow: SlowWorkerCount, share: float
     ) -> Schedule | None:
-        """Plan with the first `failures` workers of `chosen` dead, and the others of it slow.
-
-        `slow` has their factor. The search may take a `share` (0 to 1) of the seconds for one plan.
-        Return None if no plan is found.
-        """
+        """Return the schedule found in a `share` of a plan's seconds; None without one."""
         # The first `failures` chosen workers are dead, the others slow.
         failed = chosen[:failures]
         slowed = tuple((worker, slow.factor) for worker in sorted(chosen[failures:]))
@@ -231,7 +224,12 @@ def stack_failures(failures: int, stages: int) -> list[Worker]:
 
 
 def spread_over_pipelines(failures: int, pipelines: int, stages: int) -> list[Worker]:
-    """Return failed workers spread over pipelines, each one stage earlier than the one before."""
+    """Return failed workers spread evenly over pipelines, in diagonals over the stages.
+
+    The first is in the last stage of the first pipeline; each further pipeline has one a stage
+    earlier, and each further round over the pipelines begins a stage earlier than the round before.
+    What comes before the first stage is the last one.
+    """
     return [
         Worker(index % pipelines, (stages - 1 - index % pipelines - index // pipelines) % stages)
         for index in range(failures)

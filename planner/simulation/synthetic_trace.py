@@ -21,7 +21,7 @@ from slipstream.planner.simulation.availability_trace import AvailabilityTrace, 
 from slipstream.planner.simulation.failure_models import FailureModel, SlowKind
 
 MAX_FAILURES = 5e6
-"""Maximum number of failures in a trace."""
+"""Maximum expected number of failures in a trace."""
 
 
 def draw_trace(model: FailureModel, places: int, days: float, seed: int = 0) -> AvailabilityTrace:
@@ -96,10 +96,7 @@ def _draw_rates(
 def _draw_periods(
     random: np.random.Generator, model: FailureModel, horizon: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of periods of one failure rate each, on two clocks.
-
-    The first clock counts hours, 0 to `horizon`; on the second, failures come evenly throughout.
-    """
+    """Return the edges of periods in hours, and on a clock of even failures."""
     if model.period_days is None:
         return np.array([0.0, horizon]), np.array([0.0, horizon])
     # A usual hour has as many expected failures as an hour at the usual rate.
@@ -111,12 +108,9 @@ def _draw_periods(
 def _queue_repairs(
     hours: np.ndarray, absent: np.ndarray, lasting: np.ndarray, at_once: int
 ) -> None:
-    """Add to `absent` the hours that failures wait for one of `at_once` repairers.
-
-    `hours` has the time of each failure, and `absent` the hours of its repair. `lasting` has the
-    indices of the failures that need one, in order of time.
-    """
-    # Times at which each of the repairers is free again.
+    """Add to `absent` the hours that failures wait for one of `at_once` repairers."""
+    # `lasting` has the indices of the failures that need a repair, in order of time; `free` has the
+    # times at which the repairers are free again.
     free = [0.0] * at_once
     for index in lasting.tolist():
         begin = max(hours[index], heapq.heappop(free))

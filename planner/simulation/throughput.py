@@ -27,11 +27,15 @@ SearchMethod = Literal["cp-sat", "greedy"]
 """Methods of `slipstream plan` by which schedules are searched."""
 
 PLAN_SECONDS = 0.2
-"""Maximum seconds of a plan, in counted search steps. Most plans need a hundredth."""
+"""Default maximum seconds of a plan, in counted search steps. Most plans need a hundredth."""
 
 
 class Throughputs:
-    """Samples per second of a job, by kind of schedule and failures. 0.0 without a plan."""
+    """Samples per second of a job, by kind of schedule and failures.
+
+    The rate is 0.0 if a stage has no live worker, or if no plan with layers moved is found. Other
+    plans raise NoPlanError or StuckError if workers lack the memory for any schedule.
+    """
 
     def __init__(
         self,
@@ -93,10 +97,8 @@ class Throughputs:
         return _find_once(self._rates, key, find)
 
     def _plan_once(self, key: Hashable, find: Callable[[], Value]) -> Value:
-        """Return the result of `find`, which is called only once for each `key`.
-
-        Copies of this object share it, so it must not depend on `plans_pipelines`.
-        """
+        """Return the result of `find`, called only once for each `key`, copies included."""
+        # So `find` must not depend on `plans_pipelines`.
         return _find_once(self._plans, key, find)
 
     def with_planned_pipelines(self) -> Self:
@@ -161,7 +163,7 @@ class Throughputs:
         return max(self.in_place_rate((0,) * self.job.stages), self.rebalanced_answer(0)[0])
 
     def normal_form(self, failures: int) -> DownByStage | None:
-        """Return the dead workers of each stage in the fastest schedule after this many failures.
+        """Return the dead workers by stage of the fastest schedule found for this many failures.
 
         Any workers may have failed, since live ones may take over their roles. None if a stage
         would have no live worker.
@@ -236,11 +238,7 @@ class Throughputs:
         return schedule.seconds(schedule.period_ticks), schedule.status == "optimal"
 
     def _independent_rate(self, down: DownByStage, rate: Callable[[DownByStage], float]) -> float:
-        """Return a large job's least `rate` with one of the failures `down`, or with none.
-
-        Failures are counted by stage. Returns 0.0 if the job is not large, if there are fewer than
-        two failures, or if pipelines are too few for each failure to have its own peers.
-        """
+        """Return a large job's least `rate` with one or no failure; 0.0 if they interact."""
         job, failures, periods = self.job, sum(down), self._periods
         # Failures of a small job, or of too few pipelines, have peers in common.
         if (

@@ -7,7 +7,8 @@
 
 Files that others have published are read in their own formats (`public_traces`).
 
-Recordings have errors, which are corrected as follows and counted in the trace's notes:
+Recordings have errors, which are corrected as follows. Notes of the trace count them, except for
+equal times:
 
 - Times run backwards: lines are sorted by time, lines of equal time keep their order, and of two
   counts at one instant the last is used.
@@ -74,8 +75,9 @@ def read_availability_trace(
 ) -> AvailabilityTrace:
     """Read a trace file of any form. Raises TraceFileError, which names the file.
 
-    If the file does not name the machines that leave, they are drawn at random with `seed`. A
-    machine is a worker with `gpus_per_worker` GPUs. The error also names a line that is at fault.
+    If the file does not name the machines that leave, they are drawn at random with `seed`. In the
+    form of events, a machine is a worker with `gpus_per_worker` GPUs; otherwise it counts as one
+    GPU. The error also names a line that is at fault. Parquet files are read with pyarrow.
     """
     data = read_at_most(path, MAX_BYTES, TraceFileError)
     try:
@@ -95,8 +97,9 @@ def parse_availability_trace(
 ) -> AvailabilityTrace:
     """Read the trace `name` from text of any form. Raises ValueError.
 
-    If the text does not name the machines that leave, they are drawn at random with `seed`. A
-    machine is a worker with `gpus_per_worker` GPUs. The error names a line that is at fault.
+    If the text does not name the machines that leave, they are drawn at random with `seed`. In the
+    form of events, a machine is a worker with `gpus_per_worker` GPUs; otherwise it counts as one
+    GPU. The error names a line that is at fault.
     """
     lines = [
         (number, line)
@@ -128,8 +131,9 @@ def build_from_counts(
 ) -> AvailabilityTrace:
     """Return a trace of `length_seconds` from pairs (seconds, machines alive from then on).
 
-    The pairs are ascending, the first at 0. Which machines leave, and which free places new ones
-    take, is drawn at random with `seed`. The lines `notes` say what was assumed or corrected.
+    The pairs are ascending, the first at 0; the largest number is that of places. Which machines
+    leave, and which free places new ones take, is drawn at random with `seed`. The lines `notes`
+    say what was assumed or corrected.
     """
     places = max(count for _, count in counts)
     choice = random.Random(seed)
@@ -287,11 +291,7 @@ def _parse_events(lines: Sequence[Line], name: str, gpus_per_worker: int) -> Ava
 
 
 class _ChangeSets(NamedTuple):
-    """Changes of machines at one instant, collected while lines are read.
-
-    Machines are named by place; `slowed` has their slowdown factors, and `gpus` how many of their
-    GPUs are alive.
-    """
+    """Changes of machines at one instant, by place, collected while lines are read."""
 
     removed: set[int]
     added: set[int]

@@ -108,7 +108,7 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worst_gap(self) -> float:
-        """Largest gap of any entry: period / lower bound - 1."""
+        """Largest known gap of any entry, period / lower bound - 1; 0 without any."""
         return max((row.gap for row in self.index.entries if row.gap is not None), default=0.0)
 
     @property
@@ -129,9 +129,9 @@ class BuiltTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(NamedTuple):
-    """One of N parts of a table's entries, each planned by one process.
+    """One of N parts of a table's entries, each planned by its own command.
 
-    All processes write to the same folder.
+    All commands write to the same folder.
     """
 
     number: int = 0
@@ -233,13 +233,14 @@ def build_share(
     """Plan the missing entries of one process's share; write the table if all are finished.
 
     Return the table, or its progress while entries of other shares are missing. All entries but
-    those of `settled` leave all layers in place, and cut micro-batches within a stage if that is
+    those of `settled` leave each role its layers, and cut micro-batches within a stage if that is
     faster; a run uses them right after a failure. After an interruption, finished entries are
     stored, and the next call continues from there.
 
-    Raises NoPlanError if the job has no plan even without failures, JobError if it is too large for
-    the time limit, TableError if such entries cannot be had (`all_tasks`) or the folder holds
-    something else or is damaged, OSError if it cannot be written, PoolError if a process dies.
+    Raises NoPlanError if no schedule can exist even without failures, JobError if the job is too
+    large for the time limit or a stage has no layer where layouts are tried, TableError if such
+    entries cannot be had (`all_tasks`) or the folder holds something else or is damaged, OSError if
+    it cannot be written, PoolError if a process dies or a task fails.
 
     Parameters
     ----------
@@ -318,10 +319,8 @@ def build_share(
 
 
 def _open_folder(folder: Path, basis: Basis, share: Share) -> TableFolder:
-    """Open the folder of a table; if a share is planned, try twice.
-
-    The first try may fail because another process is publishing the table.
-    """
+    """Open the folder of a table; if a share is planned, try twice."""
+    # The first try may fail because another process is publishing the table.
     try:
         return TableFolder(folder, basis)
     except TableError:
@@ -342,11 +341,7 @@ def _publish_table(
     exact: bool,
     settled: bool,
 ) -> Index:
-    """Write the table of all entries from their files, and return its index.
-
-    Entries first take over shorter plans from others. If other processes plan shares of the table,
-    one of them may have written it already; then its index is returned.
-    """
+    """Write the table of all entries from their files, and return its index."""
     keys = [task.key for task in tasks]
     counts = [task for task in tasks if task.failed is None]
     patterns = [task for task in tasks if task.failed is not None and task.answer == "at once"]
@@ -409,8 +404,8 @@ def all_tasks(
 ) -> list[EntryTask]:
     """Return the entries to plan for a table, in the table's order.
 
-    - one for each number of failures, then for each number with each slow worker among the
-      failures;
+    - one for each number of failures; then, for each slow worker, one for each number of failures
+      that it is among;
     - one for each pattern, by number of failures: with `exact`, for up to `max_failures`; otherwise
       for one failure, if these patterns are few;
     - with `by_node`, one for each further pattern that the loss of one or two nodes leaves;
@@ -418,7 +413,7 @@ def all_tasks(
       failures may fit only other patterns. Without `exact`, patterns of more failures are then
       included, as long as all together are few (`MAX_FEW_PATTERNS`);
     - with `settled`, one with layers moved for each number and pattern, except for the one-failure
-      patterns of alike workers without `exact`.
+      patterns of alike workers without `exact`, unless a lost node leaves them.
 
     With `by_node`, there is also an entry for each number of workers that one or two nodes have: in
     it, roles have moved to where their loss costs least. Raises TableError for more failures than
@@ -467,10 +462,7 @@ def all_tasks(
 
 
 def _few_pattern_tasks(job: Job, max_failures: int) -> list[EntryTask]:
-    """Return entries for all patterns of 1, 2 ... failures, while those patterns are few.
-
-    Few are at most `MAX_FEW_PATTERNS` in all.
-    """
+    """Return entries for all patterns of 1, 2 ... failures, while those patterns are few."""
     few: list[EntryTask] = []
     for failures in range(1, max_failures + 1):
         # There are at least so many patterns, and listing them all could take long.
@@ -556,7 +548,10 @@ class EntryPlanner:
         """Job and `WindowBounds`, by the dead worker whose slowness they leave out; None: none."""
 
     def __call__(self, task: EntryTask) -> FinishedPart:
-        """Plan an entry; return it with its schedule, or the reason why there is none."""
+        """Plan an entry; return it with its schedule, or the reason why there is none.
+
+        Raises JobError as `plan_only`.
+        """
         try:
             plan = {
                 "at once": self._plan_at_once,
@@ -596,7 +591,7 @@ class EntryPlanner:
         return plan_only(options, job, failed).schedule
 
     def with_bound_of_choices(self, part: FinishedPart, task: EntryTask) -> FinishedPart:
-        """Return an entry with a bound that holds whatever the job recomputes."""
+        """Return an entry with a plan, with a bound that holds whatever the job recomputes."""
         if self._base_job is None:
             return part
         schedule = decode_entry(part.entry, part.basis, part.programs)
@@ -612,10 +607,7 @@ class EntryPlanner:
         return with_bound_of_choices(schedule, job, options, vacant)
 
     def _job_while_alive(self, slow: Worker | None) -> tuple[Job, WindowBounds]:
-        """Return the job and its `WindowBounds` with `slow` at the usual speed.
-
-        They serve for plans in which `slow` is dead. None: all speeds are the job's own.
-        """
+        """Return the job and its `WindowBounds` with `slow`, dead in the plan, at usual speed."""
         if slow not in self._alive:
             job = slow_while_alive(self.job, [slow] if slow else [])
             self._alive[slow] = job, window_bounds_of(job, self._options)

@@ -160,10 +160,8 @@ def _row_cells(
 
 
 def _shorten_names(names: Iterable[str]) -> str:
-    """Join names by spaces, shortened to at most 24 characters for the readable index.
-
-    Each name has at most 20 characters: it is one worker, or one or two nodes.
-    """
+    """Join names by spaces, shortened to at most 24 characters for the readable index."""
+    # Each name has at most 20 characters: it is one worker, or one or two nodes.
     text = " ".join(names) or "-"
     return text if len(text) <= 24 else text[: text.rindex(" ", 0, 21)] + " ..."
 
@@ -205,7 +203,7 @@ class FinishedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     programs: tuple[msgspec.Raw, ...]
     failures: int
     reason: str | None = None
-    """Reason why no plan can exist; `entry` then has no seats. None: it has a plan."""
+    """Reason why it has no plan; `entry` then has no seats. None: it has one."""
     moved: Transition | None = None
     """Layers to copy, with bytes and seconds. None for an entry in which no layers moved."""
 
@@ -243,9 +241,18 @@ def make_part(
 def make_no_plan_part(
     basis: Basis, key: str, failed: tuple[Worker, ...], reason: str, *, failures: int
 ) -> FinishedPart:
-    """Return the finished entry for failures that have no plan, for the given reason.
+    """Return the finished entry for failures that have no plan.
 
-    The argument `failed` has the failed workers; it is empty if any `failures` workers may be down.
+    Parameters
+    ----------
+    basis, key
+        Job and options of the table, and the entry's key.
+    failed
+        Failed workers; empty if any workers, as many as `failures`, may be down.
+    reason
+        Why there is no plan.
+    failures
+        Number of failures.
     """
     entry = TableEntry(
         key=key,
@@ -328,8 +335,8 @@ class TableFolder:
     def reopen(self) -> frozenset[str]:
         """Prepare the folder for more entries, and return the keys of all finished ones.
 
-        The entries of a finished table become single files again. Raises OSError if they cannot be
-        written, TableError if the table is damaged.
+        The entries of a finished table become single files again, and its index is removed. Raises
+        OSError if they cannot be written, TableError if the table is damaged.
         """
         (self._path / PARTS).mkdir(parents=True, exist_ok=True)
         if self._table is not None:
@@ -364,10 +371,16 @@ class TableFolder:
     ) -> Index:
         """Write the table with the entries of these keys, in order, and return its index.
 
-        All entries must be finished, the first one fault-free. The argument `nodes` has the sets of
-        nodes whose loss an entry is for, by the entry's key; all other arguments are as in
-        `planner.tables.build.build_share`. Raises OSError if the table cannot be written,
-        TableError if the file of an entry is missing or damaged.
+        All entries must be finished, the first one fault-free. Files of single entries, and those
+        of an earlier table, are removed. Raises OSError if the table cannot be written, TableError
+        if the file of an entry is missing or damaged.
+
+        Parameters
+        ----------
+        job_text, max_failures, exact, settled
+            As in `planner.tables.build.build_share`.
+        nodes
+            Sets of nodes whose loss an entry is for, by the entry's key.
         """
         numbers: dict[bytes, int] = {}
         files: dict[str, bytes] = {}
@@ -460,10 +473,7 @@ class TableFolder:
 
 
 def _entry_document(part: FinishedPart, numbers: dict[bytes, int]) -> EntryDocument:
-    """Return an entry as its file states it; add its new programs to `numbers`.
-
-    The dict `numbers` has the number of each program in the table, by the program's text.
-    """
+    """Return an entry as its file states it; add its new programs to `numbers`."""
     number = [numbers.setdefault(bytes(text), len(numbers)) for text in part.programs]
     fields = msgspec.structs.asdict(part.entry)
     fields["seats"] = tuple((number[program], *helped) for program, *helped in part.entry.seats)

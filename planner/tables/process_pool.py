@@ -40,11 +40,11 @@ def run_all(
 ) -> Generator[tuple[Task, Result], None, None]:
     """Run a function on tasks in processes or an executor; iterate over the results.
 
-    Pairs (task, result) are yielded as tasks finish; tasks are started in order. The function may
-    keep state in each process. All processes end when the iteration ends or the caller is killed;
-    tasks of an executor that have not begun are cancelled. The processes ignore Ctrl-C, which is
-    for the caller. Raises PoolError if a process dies, and for exceptions of tasks other than
-    `refusals`.
+    Pairs (task, result) are yielded as tasks finish; tasks are started in order, from the first
+    request of a result on. The function may keep state in each process. All processes end when the
+    iteration ends or the caller is killed; tasks of an executor that have not begun are cancelled.
+    The processes ignore Ctrl-C, which is for the caller. Raises PoolError if a process dies, and
+    for exceptions of tasks other than `refusals`.
 
     Parameters
     ----------
@@ -187,11 +187,7 @@ def _run(task: Any, refusals: tuple[type[Exception], ...]) -> tuple[Any, Excepti
 def _call_and_catch(
     function: Callable[[Any], Any], task: Any, refusals: tuple[type[Exception], ...]
 ) -> tuple[Any, Exception | str | None]:
-    """Return a call's result and None, or None and its error.
-
-    The error is the exception if its type is one of `refusals`, otherwise the text of its
-    traceback.
-    """
+    """Return a call's (result, None), or (None, exception in `refusals` or traceback's text)."""
     try:
         return function(task), None
     except refusals as error:
@@ -213,8 +209,9 @@ class ExecutorError(ValueError):
 def open_executor(name: str | None) -> Iterator[Executor | None]:
     """Return a context with the executor "mpi" or "dask://HOST:PORT".
 
-    For the name None, the context has None: the processes of this machine. Raises ExecutorError if
-    the executor is unknown or not available.
+    For the name None, the context has None: the processes of this machine. A Dask scheduler may
+    take `CONNECT_SECONDS` to answer. Raises ExecutorError if the executor is unknown or not
+    available.
     """
     if name is None:
         yield None

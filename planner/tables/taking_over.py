@@ -1,6 +1,7 @@
 """Let entries of a table take over shorter plans that answer the same failures.
 
-Fewer failures are then never slower than more, and layers moved never slower than in place.
+Wherever a plan can be taken over, fewer failures are then never slower than more, and layers moved
+never slower than in place.
 """
 
 import math
@@ -31,8 +32,9 @@ def improve_parts(
     """Return, by key, entries for a number of failures that take over a shorter plan.
 
     In a table with the result, fewer failures are never slower than more, and layers moved never
-    slower than in place. If workers are alike, a number of failures, for which roles move, is never
-    slower than a pattern of as many.
+    slower than in place, wherever the plan can be taken over. If workers are alike, a number of
+    failures, for which roles move, is not slower than the `patterns` of as many, either. Entries
+    without a plan stay so.
 
     Parameters
     ----------
@@ -62,10 +64,7 @@ def _improve_entry(
     better: dict[str, FinishedPart],
     take_over: Callable[[FinishedPart, FinishedPart], FinishedPart | None],
 ) -> None:
-    """Put an entry into `better` if a shorter plan of `others` can be taken over.
-
-    The entry of `key` gets the shortest plan for which `take_over` does not return None.
-    """
+    """Put an entry into `better` if a shorter plan of `others` can be taken over."""
     part = parts.get(key)
     for source in (better.get(other, parts.get(other)) for other in others):
         if (
@@ -86,8 +85,8 @@ def improve_patterns(
 
     In a table with the result, roles moved are never slower than in place, layers moved never
     slower than either, and none of these slower than the entry of its kind for the number of
-    failures. The argument `parts` has all finished entries, and `patterns` the keys of those for
-    patterns in place.
+    failures, wherever that plan fits the failed workers. The argument `parts` has all finished
+    entries, and `patterns` the keys of those for patterns in place.
     """
     better: dict[str, FinishedPart] = {}
     for pattern in patterns:
@@ -129,11 +128,7 @@ def _fit_plan(part: FinishedPart, source: FinishedPart, job: Job) -> FinishedPar
 
 
 def _source_keys(failures: int, slow: Worker | None) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return pairs: an entry's key, and keys of entries whose plans may replace its own.
-
-    The two entries, at once and settled, are for this number of failures, of which the slow worker
-    `slow` is one; None: any workers.
-    """
+    """Return pairs: an entry's key, and keys of entries whose plans may replace its own."""
     at_once, more = (count_key(count, slow) for count in (failures, failures + 1))
     settled = settled_key(at_once)
     return (at_once, (more,)), (settled, (at_once, settled_key(more)))
@@ -144,12 +139,7 @@ def _period_seconds(part: FinishedPart) -> float:
 
 
 def _take_over_plan(part: FinishedPart, source: FinishedPart) -> FinishedPart | None:
-    """Return the entry `part` with the plan of the entry `source`.
-
-    If `part` has fewer failures, a worker that has failed in that plan lives, but computes nothing.
-    None if there is no such worker, if `part` has no plan, or if workers have moved in that of
-    `source`.
-    """
+    """Return `part` with the plan of the entry `source`; None if that does not fit."""
     if part.reason:
         return None
     schedule = decode_entry(source.entry, source.basis, source.programs)
@@ -188,7 +178,8 @@ def with_standby_worker(schedule: Schedule) -> Schedule | None:
 
     The worker only takes part in all-reduces and runs its optimizer step. It holds the layers of
     its own column, and needs a live worker that holds the same. The last failed worker for which
-    the result passes `schedules.check` is chosen; None if there is none.
+    the result passes `schedules.check` is chosen; None if there is none. The bound stays that of
+    `schedule`, which more live workers may beat.
     """
     for role in reversed(schedule.failed):
         peers = (

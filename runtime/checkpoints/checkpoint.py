@@ -228,7 +228,7 @@ class PendingSave:
                 self._thread = _start_thread(self._run, self._complete)
 
     def drop(self) -> None:
-        """Prevent the draft from becoming the checkpoint, and start to remove it."""
+        """Prevent the draft from becoming the checkpoint, unless it has, and start to remove it."""
         with self._state_lock:
             self._dropped = True
         # The disk may not answer, and no order waits for it.
@@ -289,8 +289,8 @@ def start_saving(
     """Start to write this worker's layers of a checkpoint; return a handle to wait for.
 
     The tensors must not change until the writing has ended. Each layer of the model must be saved
-    by at least one worker, and should be saved by only one. Errors are raised by
-    `PendingSave.wait`.
+    by at least one worker, and should be saved by only one. If the checkpoint is complete already,
+    nothing is written. Errors are raised by `PendingSave.wait`.
 
     Parameters
     ----------
@@ -302,7 +302,8 @@ def start_saving(
         Number of samples that these iterations have read; None: not recorded.
     ended
         Function that is called in a thread: with None when the layers are on the disk, or with the
-        error; and again when a draft that was allowed later may have become the checkpoint.
+        error; and again when a draft that was allowed later may have become the checkpoint. It is
+        not called after `PendingSave.drop`.
     run
         What the run trains.
     order
@@ -410,8 +411,8 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 def find_newest_undamaged(folder: Path) -> tuple[Checkpoint | None, dict[Path, DamagedError]]:
     """Return the newest undamaged checkpoint, and the damage of newer ones by folder.
 
-    The checkpoint has been verified (`verify_checkpoint`); it is None if all are damaged. Raises
-    CheckpointError if a checkpoint cannot be read for a reason other than damage.
+    The checkpoint has been verified (`verify_checkpoint`); it is None if all are damaged or there
+    is none. Raises CheckpointError if a checkpoint cannot be read for a reason other than damage.
     """
     damaged = dict[Path, DamagedError]()
     # The folder is listed anew each time: a run may write, remove or replace checkpoints meanwhile.
@@ -475,7 +476,7 @@ def load_layers(checkpoint: Checkpoint, layers: Iterable[int]) -> dict[int, dict
 def remove_leftovers(folder: Path) -> None:
     """Remove unfinished checkpoints and temporary files of killed processes from a folder.
 
-    To be called only while no process writes a checkpoint there.
+    To be called only while no process writes a checkpoint there. What cannot be removed is left.
     """
     for _, path in _list_drafts(folder):
         shutil.rmtree(path, ignore_errors=True)
@@ -487,7 +488,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_newer(folder: Path, iteration: int) -> None:
-    """Remove the complete checkpoints of later iterations than `iteration` from a folder."""
+    """Remove complete checkpoints of later iterations, as far as they can be removed."""
     for number, path in find_complete(folder).items():
         if number > iteration:
             _remove_checkpoint(path)

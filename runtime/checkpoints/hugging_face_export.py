@@ -45,9 +45,9 @@ def export_model(
     """Write a model as a folder that transformers can load, completely or not at all.
 
     What the folder held is replaced. `document` is the parsed config.json of the model, and `state`
-    returns a layer's tensors. `source` is the folder of the pretrained model, whose tokenizer files
-    are copied; None: the model began with random parameters. Raises OSError if the folder cannot be
-    written, and ConfigError if transformers refuses `document`.
+    returns a layer's tensors. `source` is the folder of the pretrained model, whose `COPIED_FILES`,
+    as far as it has them, are copied; None: the model began with random parameters. Raises OSError
+    if the folder cannot be written, and ConfigError if transformers refuses `document`.
     """
     config = transformers_config(document, str(folder))
     with replace_folder(folder) as draft:

@@ -83,7 +83,7 @@ def load_layer(out: Path, layer: int) -> dict[str, Tensor]:
 def load_parameters(out: Path) -> dict[str, Tensor]:
     """Return all layers' final parameters and buffers; keys are `0.weight` and the like.
 
-    Raises OSError and TensorError.
+    The result is empty if there are none. Raises OSError and TensorError.
     """
     paths = (out / "parameters").glob(f"layer-*{_SUFFIX}")
     layers = sorted(int(path.stem.removeprefix("layer-")) for path in paths)

@@ -53,7 +53,7 @@ def save_trainer(trainer: Any, config: RunConfig, folder: Path) -> Checkpoint | 
 
 
 def load_into_trainer(trainer: Any, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Load a run's checkpoint into a Trainer, whose configuration as a run is `config`.
+    """Load a checkpoint's layers and optimizer state into a Trainer, configured as in `config`.
 
     Raises CheckpointError if a layer cannot be read, and ConfigError if the model cannot be built.
     """

@@ -80,7 +80,7 @@ def find_forms(model: LayeredModel, config: RunConfig) -> list[Form]:
 
 
 def _build_on_meta(model: LayeredModel, layer: int, config: RunConfig) -> nn.Module:
-    """Build a layer on the meta device; raise ConfigError if it is no module."""
+    """Build a layer, a module, on the meta device; raise ConfigError if that fails."""
     # On the meta device, since FakeTensorMode refuses `module.to(dtype)` for its parameters.
     try:
         with torch.device("meta"):

@@ -74,7 +74,10 @@ class Rehearsal:
                 buffer.copy_(before)
 
     def run_step(self, modules: Iterable[nn.Module], config: TrainingConfig) -> None:
-        """Run O once on a small parameter of each dtype, and undo it."""
+        """Run O once on a small parameter of each dtype, and undo it.
+
+        Nothing is run for dtypes that have been run together before.
+        """
         example_of = {
             parameter.dtype: parameter
             for module in modules

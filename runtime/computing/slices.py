@@ -206,9 +206,8 @@ class SliceRunner:
     def take_loss(self) -> Tensor:
         """Return the sum of losses since the last call, each times its `loss_scale`.
 
-        That is the factor of the loss's micro-batch in the loss of its iteration.
+        It is a float64 scalar on the device; 0 without losses.
         """
-        # The sum stays on the device, in float64.
         losses, self._losses = self._losses, []
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._model.device)
@@ -304,7 +303,10 @@ class WorkerSlices:
             runner.loss_scale = loss_scale
 
     def take_loss(self) -> float:
-        """Return this worker's part of the mean loss of the micro-batches since the last call."""
+        """Return this worker's part of the mean loss of the micro-batches since the last call.
+
+        Waits for the device.
+        """
         return sum(runner.take_loss().item() for runner in self.runners.values() if runner.has_loss)
 
     def free_microbatches(self) -> None:

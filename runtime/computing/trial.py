@@ -217,11 +217,7 @@ class _Trial:
         *,
         split: bool,
     ) -> str | None:
-        """Say how a layer's gradients differ from `expected`; None if only by rounding.
-
-        They are computed for the input `value`, by I and W if `split`, else by B. An error counts
-        as a difference.
-        """
+        """Say how a layer's gradients differ from `expected`, or fail; None if only by rounding."""
         try:
             gradients = self._find_gradients(config, layer, module, value, split=split)
             name = gradients.differ_from(expected)

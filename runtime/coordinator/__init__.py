@@ -1,6 +1,6 @@
 """Coordinator: decides which workers train and by which schedule.
 
-It runs in the launcher of node 0 and computes no model. A module imports only from modules that are
+It runs in the launcher of node 0, not in a worker. A module imports only from modules that are
 listed below it.
 
     run_result    what a run returns

@@ -1,7 +1,7 @@
 """Handle messages, missed heartbeats, ended processes, and planned schedules.
 
-The loop runs in one thread with asyncio. All events go into one queue, and `EventLoop.serve`
-handles them one after the other. No handler blocks.
+The loop runs in one thread with asyncio. All events but heartbeats go into one queue, and
+`EventLoop.serve` handles them one after the other. No handler blocks.
 """
 
 import asyncio
@@ -423,10 +423,7 @@ class EventLoop:
         self._apply_event(TimePassed())
 
     def _handle_stall(self, stall: StallReport, needed: Mapping[Worker, Collection[int]]) -> None:
-        """Give up members that hang, or end an order whose members wait for each other.
-
-        `needed` has each member's layers, by which it is compared with their other holders.
-        """
+        """Give up members that hang, or end an order whose members wait for each other."""
         culprits, circle = stall.find_culprits(needed), stall.find_circle()
         for status in culprits:
             # Killed first, as its other processes may then end by themselves.

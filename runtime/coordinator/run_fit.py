@@ -84,9 +84,9 @@ def count_samples_read(
 def compare_with_checkpoint(resume: Checkpoint, fit: RunFit, config: RunConfig) -> str | None:
     """Return a line on how this run differs from the one that wrote `resume`.
 
-    Returns None if nothing differs, or if the checkpoint is of an earlier version. Raises
-    ConfigError if the grids differ and the user's own data begin with other samples than they did:
-    the samples of such data depend on the grid.
+    Returns None if at most the number of iterations differs, or if the checkpoint is of an earlier
+    version. Raises ConfigError if the grids differ and the user's own data begin with other samples
+    than they did: the samples of such data depend on the grid.
     """
     written_by = resume.manifest.run
     if written_by is None:
@@ -130,8 +130,14 @@ def check_fit(
 ) -> RunFit:
     """Check that schedule, configuration and machine fit; return what follows from them.
 
-    `read` is the result of `count_samples_read`. Raises PlacementError if the schedule is invalid
-    or does not fit the model, and ConfigError if the configuration is at fault.
+    Builds the model, and runs a user's layers on a sample; `options.notify` gets what is found.
+    Raises PlacementError if the schedule is invalid, or it or the topology does not fit, and
+    ConfigError if the configuration is at fault.
+
+    Parameters
+    ----------
+    read
+        Result of `count_samples_read`.
     """
     violations = check(schedule)
     if violations:

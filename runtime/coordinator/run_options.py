@@ -33,13 +33,13 @@ class Resilience(WorkerResilience):
     """Options for how a run deals with failures; those of `WorkerResilience` go to workers."""
 
     scheduler: Scheduler | None = None
-    """Function that returns the schedule without failed workers; None: a failure ends the run."""
+    """Function that returns the schedule without failed workers; None: only `rebalancer` does."""
     at_speeds: SchedulerAtSpeeds | None = None
     """Function that returns the schedule at given speeds; None: slow workers are reported only."""
     join_timeout_seconds: float = JOIN_TIMEOUT_SECONDS
     """Seconds to wait for all workers before the first iteration."""
     stall_timeout_seconds: float = STALL_TIMEOUT_SECONDS
-    """Seconds without a commit after which the run reports which worker waits for what."""
+    """Seconds without commit or order after which the run reports what each worker does."""
     coordinator_timeout_seconds: float = COORDINATOR_TIMEOUT_SECONDS
     """Seconds that workers wait for another node 0 after its death. 0: they end at once."""
     resume: Checkpoint | None = None

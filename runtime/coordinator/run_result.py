@@ -15,7 +15,11 @@ from slipstream.schedules.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Losses, times and other results of a run, which the files in `out` hold, too."""
+    """Losses, times and other results of a complete run, also held by files in `out`.
+
+    After a restart of node 0, recoveries, speed events, notes, trace and measured periods are only
+    those since then.
+    """
 
     first_iteration: int
     """Iteration with which this start began: 0, or the iteration of its checkpoint."""
@@ -24,7 +28,7 @@ class RunResult:
     parameter_digest: str
     """Digest of all parameters after the last iteration (`runtime.state.checksum`)."""
     measured_period_seconds: float | None
-    """Median over iterations of the longest busy window of any worker; None without iterations."""
+    """Median longest busy window (`CommitLog.measured_period_seconds`); None without iterations."""
     planned_period_seconds: float
     """Period of the first schedule."""
     recoveries: tuple[Recovery, ...]
@@ -41,7 +45,7 @@ class RunResult:
 
 
 def build_result(schedule: Schedule, events: EventLoop, out: Path) -> RunResult:
-    """Return the result of an ended run that began with `schedule`."""
+    """Return the result of a complete run that began with `schedule`."""
     state, log, news = events.state, events.state.log, events.news
     # Each change of speeds counts until the next one; the last counts to the end of the run.
     periods = []

@@ -78,7 +78,7 @@ class RunSpec:
         )
 
     def build_rejoining_phase(self, at: float) -> RejoiningPhase | None:
-        """Return the phase, begun `at`, that finds a dead coordinator's workers, if one died."""
+        """Return the phase, begun `at`, that finds a dead coordinator's workers, or None."""
         if self.behind is None:
             return None
         return RejoiningPhase(

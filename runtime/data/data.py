@@ -162,7 +162,7 @@ class _IterationAdapter:
         return samples[self._first[microbatch.pipeline] + microbatch.index]
 
     def move_to(self, iteration: int) -> None:
-        """Read the data up to an iteration, from a saved state if that is shorter."""
+        """Read the data through an iteration, from a saved state if that is shorter."""
         self._read_samples(iteration)
 
     def get_state(self, iteration: int) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ def read_batch(data: Data, microbatch: Microbatch, config: RunConfig) -> tuple[T
 
 
 def move_data_to(data: Data, iteration: int) -> None:
-    """Read on to `iteration` if data are read in order, which may take long.
+    """Read through `iteration` if data are read in order, which may take long.
 
     Errors are ignored, as training meets them when it reads the same data.
     """
@@ -286,8 +286,8 @@ class _CopiedData:
 
 
 def copy_sample(sample: Any) -> Any:
-    """Return a copy of a tuple of tensors, of the same class."""
-    # Anything else is returned as it is, to be refused.
+    """Return a copy of a tuple of tensors, of the same class; others unchanged."""
+    # What is no tuple is refused elsewhere.
     if not isinstance(sample, tuple):
         return sample
     copies = list(sample)
@@ -440,8 +440,9 @@ def _load_tokens(config: RunConfig, microbatches: Sequence[int], read: SamplesRe
 def batch_form(config: RunConfig) -> TupleForm:
     """Return the shapes and dtypes of the tensors of a micro-batch.
 
-    Data of the user or of torchtitan are read for it. Raises ConfigError as `load_data` does, and
-    unless they return a tuple of at least two tensors; DataEndedError if they have no samples.
+    Data of the user or of torchtitan are read for it; their errors are passed on. Raises
+    ConfigError as `load_data` does, and unless they return a tuple of at least two tensors;
+    DataEndedError if they have no samples.
     """
     training, context = config.training, config.model.context
     if training.data is None:
@@ -470,7 +471,7 @@ def batch_form(config: RunConfig) -> TupleForm:
 
 
 def is_fully_masked(batch: tuple[Tensor, ...]) -> bool:
-    """Return whether all targets of a micro-batch are `IGNORED_TARGET`."""
+    """Return whether a micro-batch has int64 targets, all of them `IGNORED_TARGET`."""
     target = batch[1] if len(batch) > 1 else None
     return (
         isinstance(target, Tensor)

@@ -75,7 +75,10 @@ def layers_of_stages(grid: Grid, placement: Placement) -> list[LayerRange]:
 
 
 def digest_costs(data: Data, training: TrainingConfig) -> str:
-    """Return a digest of all that decides how samples are dealt, equal on all workers."""
+    """Return a digest of what decides how samples are dealt, to compare workers.
+
+    Of the data's costs, those of iteration 0 count, or none if they cannot be read as numbers.
+    """
     digest = hashlib.sha256(
         msgspec.json.encode((training.deal_swaps, training.seed, training.length_costs))
     )
@@ -109,7 +112,7 @@ def check_costs(
 
     Costs are checked if samples are dealt, token counts if `training.loss_weights` is "tokens".
     Raises ConfigError, too, if `training.length_costs` has another number of layers than the model,
-    and DataEndedError if the data have no samples.
+    and DataEndedError if the data have no samples. Other errors of the data are passed on.
     """
     samples = schedule.grid.total_microbatches
     if (
@@ -198,7 +201,8 @@ class DealtSamples:
     def relative_duration(self, op: Op, iteration: int) -> float:
         """Return an op's expected duration with its sample, as a multiple of the schedule's.
 
-        The result is 1 if the op is expected to take no time. Waits and raises as `__call__` does.
+        To be called only if samples are dealt (`is_dealing`). The result is 1 if the op is expected
+        to take no time. Waits and raises as `__call__` does.
         """
         assert op.slice is not None and op.pipeline is not None and op.microbatch is not None
         assert self._schedule is not None
@@ -222,7 +226,7 @@ class DealtSamples:
         return self._current[1]
 
     def start_dealing(self, iteration: int) -> None:
-        """Start to deal the samples of an iteration, in the background."""
+        """Start to deal the samples of an iteration, in the background, if samples are dealt."""
         if self._pool is not None and (
             self._next_dealing is None or self._next_dealing[0] != iteration
         ):
@@ -239,7 +243,7 @@ class DealtSamples:
         return hashlib.blake2b(msgspec.json.encode(samples), digest_size=8).hexdigest()
 
     def close(self) -> None:
-        """Stop dealing, and release the thread."""
+        """Stop dealing, and release the thread, without waiting for it."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -70,6 +70,7 @@ def count_loss_tokens(
 
     A sample of 0 tokens has no weight. Raises DataEndedError if the data have ended, and
     ConfigError if they do not return one number for each of `samples` samples, or if all are 0.
+    Other errors of the data are passed on.
     """
     count = getattr(data, "tokens", None)
     if not callable(count):

@@ -51,7 +51,8 @@ def check_first_samples(
     The few are up to `CHECKED_MICROBATCHES`, pipeline by pipeline; pipeline p has microbatches[p].
     Raises BadSampleError if data from the user's code or a library have another form than `form`,
     and ConfigError if the user's own data differ when the first and the last of these are read
-    again. Raises DataEndedError if the data have no samples for the iteration.
+    again. Raises DataEndedError if the data have no samples for the iteration. Other errors of the
+    data are passed on.
     """
     names = list(islice(_list_names(iteration, microbatches), CHECKED_MICROBATCHES))
     first: Batch = ()

@@ -142,7 +142,7 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the dtype and number of the tokens, and of some blocks of tokens."""
+        """SHA-256 of the dtype and number of the tokens, and of up to `DIGEST_BLOCKS` blocks."""
         hashed = hashlib.sha256(f"{self._tokens.dtype.str} {len(self._tokens)}".encode())
         for start in self._block_starts(DIGEST_BLOCKS * BLOCK_TOKENS):
             hashed.update(np.ascontiguousarray(self._tokens[start : start + BLOCK_TOKENS]).data)
@@ -184,11 +184,7 @@ class TokenData:
         return numbers
 
     def _block_starts(self, limit: int) -> list[int]:
-        """Return the index of the first token of each block to read.
-
-        Blocks have `BLOCK_TOKENS` tokens. If all blocks have more than `limit` tokens together, as
-        many as it allows are chosen, spread evenly.
-        """
+        """Return the first token's index of each block to read, with `limit` tokens at most."""
         count, end = limit // BLOCK_TOKENS, max(0, len(self._tokens) - BLOCK_TOKENS)
         starts = range(0, end + BLOCK_TOKENS, BLOCK_TOKENS)
         if len(starts) <= count:

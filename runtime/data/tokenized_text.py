@@ -101,8 +101,9 @@ CACHE_VERSION = 1
 def tokenize_file(path: Path, tokenizer: Path, vocabulary: int) -> NDArray[Any]:
     """Return the tokens of a UTF-8 text, without special tokens.
 
-    Raises ConfigError if the package `tokenizers` is not installed, if a file cannot be used, or if
-    the tokenizer's vocabulary is larger than the model's.
+    They are cached for later calls if the user's cache folder can be written. Raises ConfigError if
+    the package `tokenizers` is not installed, if a file cannot be used, or if the tokenizer's
+    vocabulary is larger than the model's.
     """
     encoder, count = _load_tokenizer(tokenizer, vocabulary)
     cached = _cache_path(path, tokenizer)

@@ -78,7 +78,8 @@ class TorchtitanData:
     def begin_at(self, iteration: int, samples: int) -> None:
         """Begin at an iteration, before which earlier runs have read `samples` samples.
 
-        Raises ConfigError unless `samples` is a multiple of the micro-batch size.
+        Raises ConfigError unless `samples` is a multiple of the micro-batch size, or if the data
+        set cannot be read.
         """
         if samples % self._batch:
             raise ConfigError(
@@ -121,7 +122,7 @@ class TorchtitanData:
     def samples(self, iteration: int, count: int) -> Sequence[Sample]:
         """Return the `count` micro-batches of an iteration, moving in the stream if necessary.
 
-        Raises DataEndedError if the stream has fewer.
+        Raises DataEndedError if the stream has fewer, and ConfigError if it cannot be reopened.
         """
         if iteration < self._next:
             self._return_to(iteration)

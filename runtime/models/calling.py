@@ -112,8 +112,8 @@ def adapt_loss(loss: Callable[..., Tensor]) -> Callable[[Value, Tensor, Batch | 
 def add_to_loss(loss: Tensor) -> None:
     """Add a scalar to the loss of the micro-batch, as routers of experts do.
 
-    To be called in a layer's forward. The scalar has the same weight as the last layer's loss.
-    Nothing is added in a forward that is run again, or that is not part of training.
+    To be called in a layer's forward. The scalar has the same weight as the last layer's loss, also
+    in evaluations. Nothing is added in a forward that is run again, or outside of a run.
     """
     losses = _ADDED.get()
     if losses is not None:

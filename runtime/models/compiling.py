@@ -89,7 +89,10 @@ def _require_torchtitan(config: RunConfig, named: str) -> None:
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Let later calls of a layer run compiled code, which layers of its kind share."""
+    """Compile a layer, or its `compiled_part`, at its next call, once for its kind.
+
+    A layer whose `compiled_part` is None stays as it is.
+    """
     module: Any = getattr(layer, "compiled_part", layer)
     if module is not None and not getattr(module, "is_compiled_here", False):
         module.is_compiled_here = True

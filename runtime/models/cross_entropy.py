@@ -32,7 +32,7 @@ def cross_entropy(
     target
         [...], token numbers or `IGNORED_TARGET`.
     group
-        Ranks over which the vocabulary is cut; None if it is not cut.
+        Ranks over which the vocabulary is cut, which call this together; None if it is not cut.
     chunk
         Number of logits that are processed at a time.
     """

@@ -19,7 +19,8 @@ Placements = Mapping[str, tuple[Any, tuple[Any, ...]]]
 def with_local_parameters(module: nn.Module) -> nn.Module:
     """Replace a layer's DTensors in place by their local shards, and return the layer.
 
-    Raises ValueError if a DTensor is not cut into equal parts.
+    The layer's attributes `shards` and `placed` record the cuts, for `build_dtensors`. Raises
+    ValueError if a DTensor is not cut into equal parts.
     """
     placed, shards = dict[str, tuple[Any, tuple[Any, ...]]](), dict(shards_of(module))
     for name, parameter in list(module.named_parameters()):
@@ -45,7 +46,6 @@ def with_local_parameters(module: nn.Module) -> nn.Module:
         if hasattr(tensor, "placements"):
             placed[name] = tensor.device_mesh, tensor.placements
             replace_tensor(module, name, tensor.to_local())
-    # `build_dtensors` makes DTensors again by what the layer remembers.
     if placed:
         module.shards, module.placed = shards, placed  # type: ignore[assignment]
     return module

@@ -32,7 +32,8 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 def digest_sources(references: Iterable[str]) -> dict[str, str]:
     """Return a digest of each user module that `references` need, by the module's name.
 
-    References are `module:attribute`. User modules that these modules import are included.
+    References are `module:attribute`. User modules that these modules import are included, modules
+    without a source file are not. Appends the working directory to Python's search path.
     """
     digests: dict[str, str] = {}
     modules = {reference.partition(":")[0] for reference in references}

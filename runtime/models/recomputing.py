@@ -34,7 +34,7 @@ class RecomputeChoice(NamedTuple):
 def parse_recompute(config: TrainingConfig, layers: int) -> RecomputeChoice:
     """Return the layers and parts that `[training] recompute` names.
 
-    Raises ConfigError if a layer does not exist.
+    "auto", which the planner replaces, names none. Raises ConfigError if a layer does not exist.
     """
     choice = config.recompute
     if isinstance(choice, str):

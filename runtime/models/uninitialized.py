@@ -32,7 +32,7 @@ def building_uninitialized() -> Iterator[None]:
 
 
 def move_uninitialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a layer to a device; its parameters get arbitrary values there."""
+    """Move a layer in place, with arbitrary parameters on a new device; return the layer."""
     for parameter in module.parameters():
         if parameter.device != device:
             # Nothing is copied, as the values do not count.

@@ -73,7 +73,8 @@ def find_layer_sources(
 ) -> dict[Worker, LayerSource]:
     """Return which parts `worker` has to request of which senders, by `moves`.
 
-    `addresses` has those of all ranks of each sender; the address of `rank` is returned.
+    `addresses` has those of all ranks of each sender; that of `rank` is returned. Raises KeyError
+    for a sender without any.
     """
     addresses_of, parts_of = dict(addresses), dict[Worker, list[PartRange]]()
     for move in moves:

@@ -43,6 +43,9 @@ ROOM_SECONDS = 30.0
 class LayerSender:
     """Sender of one worker's layers to any number of receivers; the training thread calls it.
 
+    A receiver that requests parts which this worker does not hold is dropped. Raises OSError if
+    `host` cannot be listened on.
+
     Parameters
     ----------
     host
@@ -114,8 +117,8 @@ class LayerSender:
         """Send layers to a number of `receivers` while all workers wait for `order` to begin.
 
         The layers are sent as they are after `committed`, the last committed iteration. Returns
-        when all receivers have them; until then, `require` is called repeatedly, and may raise.
-        Raises VersionError if `layers` has another state.
+        when all receivers have them or are gone; until then, `require` is called repeatedly, and
+        may raise. Raises VersionError if `layers` has another state.
         """
         # Receivers ask at any time, so look for new ones until all have been served.
         answered: list[ReceiverConnection] = []
@@ -153,11 +156,11 @@ class LayerSender:
         return []
 
     def list_sockets(self) -> Sockets:
-        """Return the open sockets: the listening one, and those of connections to receivers."""
+        """Return the open sockets: for listening, to wake the thread, and to receivers."""
         return identify_sockets([self._listener, *self._server.list_sockets()])
 
     def close(self) -> None:
-        """End the thread, and close all connections."""
+        """End the thread, which closes all connections, without waiting for it."""
         self._server.close()
 
     def _drop_unless_held(self, receiver: ReceiverConnection, layers: LayerStore) -> bool:

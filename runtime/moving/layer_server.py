@@ -134,7 +134,7 @@ class LayerServer:
             ]
 
     def list_following(self) -> list[ReceiverConnection]:
-        """Return the receivers that have their state, and want the gradients of each later step."""
+        """Return the receivers whose state is queued or sent, and that want all later gradients."""
         # Training asks after each step, mostly in vain: no lock is taken for that.
         if not self._receivers:
             return []
@@ -187,7 +187,7 @@ class LayerServer:
         self._wake_thread()
 
     def close(self) -> None:
-        """End the thread, and close all connections."""
+        """End the thread, which closes all connections, without waiting for it."""
         self._over = True
         for receiver in self._receivers:
             self.drop_receiver(receiver)
@@ -215,7 +215,7 @@ class LayerServer:
             self._wake_up.send(b"\0")
 
     def _register_events(self, selector: selectors.BaseSelector) -> float:
-        """Register the events to wait for; return the longest time, in seconds, to wait."""
+        """Drop receivers that are too slow, and register events; return the seconds to wait."""
         now, wait = time.monotonic(), math.inf
         for receiver in self._receivers:
             # A receiver is watched while it asks, while data wait for it, and otherwise not.

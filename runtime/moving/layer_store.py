@@ -72,15 +72,16 @@ class LayerStore:
             self.get_module(layer)
 
     def drop_all(self) -> None:
-        """Drop all layers, with their gradients and optimizer state, and all received parts."""
+        """Drop all held layers, with gradients and optimizer state, and all received parts."""
         self.holding.clear()
         self._received, self._filled = [], frozenset()
 
     def restore_layers(self, layers: Collection[int], iteration: int) -> None:
         """Read layers from the checkpoint of an iteration; build those that it does not have.
 
-        The layers become held at the next `keep_parts`. Raises CheckpointError if a layer cannot be
-        read, and ValueError if a saved layer does not fit the model.
+        A held layer that it does not have stays as it is. Parts that were received before are
+        dropped. The layers become held at the next `keep_parts`. Raises CheckpointError if a layer
+        cannot be read, and ValueError if a saved layer does not fit the model.
         """
         # Before iteration 0 there is no checkpoint: layers are then as they are built.
         self._received = []
@@ -96,7 +97,10 @@ class LayerStore:
             self._received.append(as_whole_part(module, layer, shards, iteration - 1))
 
     def add_received(self, received: Iterable[PartState]) -> None:
-        """Add received parts, from which the next `keep_parts` takes what it needs."""
+        """Add received parts, from which the next `keep_parts` takes what it needs.
+
+        Earlier ones without optimizer state are dropped.
+        """
         self._received = [*(part for part in self._received if part.state), *received]
 
     def start_checksums(self, after: int) -> Callable[[], tuple[Checksum, ...]]:
@@ -131,7 +135,8 @@ class LayerStore:
         """Hold the layers of `cuts`, and the parts of their state assigned to `worker`.
 
         All other layers and parts are dropped. Any step must have been undone or committed. Raises
-        VersionError unless held, read and received state is that after iteration `after`.
+        VersionError unless held, read and received state is that after iteration `after`, or if
+        some of it is missing.
         """
         self.holding.hold_layers(
             self._get_device_modules(cuts), cuts, worker, self._received, after, self._filled
@@ -265,7 +270,7 @@ class LayerStore:
         return modules
 
     def get_module(self, layer: int) -> nn.Module:
-        """Return a held layer, or a new one to be filled. Any thread may call this."""
+        """Return a held layer, or one built to be filled. Any thread may call this."""
         # Read once: another thread may replace it.
         modules = self.holding.modules
         if layer in modules:

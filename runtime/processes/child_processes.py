@@ -19,7 +19,7 @@ GRACE_SECONDS = 0.5
 
 
 class ChildError(RuntimeError):
-    """Error for a failed process: the last line of its log, or its exit status."""
+    """Error for a failed process: the last line of its log, or another reason."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class ChildProcesses:
     def close(self) -> None:
         """Kill all live processes of the fork server, even those not started here.
 
-        Logs and results are deleted.
+        Logs and results are deleted, and a fork server that was started here is ended.
         """
         self._stack.close()
 

@@ -50,7 +50,8 @@ def count_communicator_ends(schedule: Schedule, placement: Placement, ranks: int
 def raise_descriptor_limit(number: int) -> None:
     """Raise this process's limit on file descriptors to the system's maximum.
 
-    Child processes inherit the limit. Raises ConfigError if the maximum is less than `number`.
+    If there is no maximum, raise it to `number`. Child processes inherit the limit. Raises
+    ConfigError if the maximum is less than `number`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Systems may refuse a soft limit as high as an infinite hard one.

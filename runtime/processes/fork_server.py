@@ -60,7 +60,10 @@ class ForkServerError(RuntimeError):
 
 
 def build_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment with `more`, without the run's secret, for a child."""
+    """Return this process's environment with `more`, without the run's secret, for a child.
+
+    PYTHONPATH begins with the folder of this very package, unless `more` has it.
+    """
     # The child must import this very copy of the program, wherever it is.
     root = str(Path(str(sys.modules["slipstream"].__file__)).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -72,7 +75,7 @@ def build_environment(**more: str) -> dict[str, str]:
 
 
 class ForkServer:
-    """Connection to a new fork server; leaving its context ends the server's processes."""
+    """Connection to a new fork server; leaving its context ends the server and its processes."""
 
     _process: "subprocess.Popen[bytes] | None" = None
     """Process of the server, if this process has started it."""
@@ -141,7 +144,11 @@ class ForkServer:
         return name in self._alive
 
     def kill_all(self) -> None:
-        """Kill all processes, and the server as well if some are left after `KILL_SECONDS`."""
+        """Kill all processes, and wait until they have ended.
+
+        If some are left after `KILL_SECONDS`, a server that this process has started is killed,
+        too.
+        """
         deadline = time.monotonic() + KILL_SECONDS
         try:
             self._send_request(KillAll())
@@ -185,7 +192,10 @@ class ForkServer:
         return ended
 
     def close(self) -> None:
-        """End the fork server and all processes that it has forked."""
+        """End the fork server and all processes that it has forked.
+
+        Waits up to `KILL_SECONDS`; a server that this process has started is then killed.
+        """
         # The server kills its processes before it ends; if it does not end, it is killed itself.
         deadline = time.monotonic() + KILL_SECONDS
         with contextlib.suppress(ForkServerError):
@@ -219,7 +229,10 @@ class ForkServer:
 
 
 class AdoptedForkServer(ForkServer):
-    """Connection to a fork server whose launcher has died or left it."""
+    """Connection to a fork server whose launcher has died or left it.
+
+    Its creation raises ForkServerError if the server does not answer within `ADOPT_SECONDS`.
+    """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self._attach_connection(connection, name)

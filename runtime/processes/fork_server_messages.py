@@ -120,7 +120,7 @@ def get_peer_user(connection: socket.socket) -> int:
 
 
 def load_target(target: str) -> Callable[[Any], Any]:
-    """Return the function that `module:function` names."""
+    """Return the function that `module:function` names. Raises ImportError or AttributeError."""
     module, _, function = target.partition(":")
     loaded: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
     return loaded

@@ -123,8 +123,8 @@ def group_ranks(here: LaunchInfo, ranks: int) -> LaunchInfo | None:
     """Return the node that this process is, if a worker was started as `ranks` processes.
 
     The first process of each worker becomes the node that starts all its ranks; for the others,
-    which have nothing to do, the result is None. Raises ValueError unless all ranks of each worker
-    are on one machine.
+    which have nothing to do, the result is None. Raises ValueError unless the processes, in all and
+    on this machine, are a multiple of `ranks`.
     """
     if here.nodes % ranks or here.local.processes % ranks:
         raise ValueError(

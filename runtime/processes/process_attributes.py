@@ -15,7 +15,11 @@ _ARGUMENTS_END = 46
 
 
 def name_process(role: str, details: str = "") -> None:
-    """Set the title that ps shows, `slipstream ROLE: DETAILS` (Linux only)."""
+    """Set the title that ps shows, `slipstream ROLE: DETAILS` (Linux only).
+
+    It is cut to the length of the process's arguments. As the name that top shows, ROLE is set,
+    with hyphens for spaces, of which Linux keeps 15 bytes.
+    """
     if not sys.platform.startswith("linux"):
         return
     title = f"{PROGRAM} {role}" + (f": {details}" if details else "")

@@ -89,7 +89,10 @@ class NodeProcesses:
         self._fork_server.kill_all()
 
     def execute_command(self, command: StartWorker | KillWorker) -> None:
-        """Start the processes of a worker, or kill them. Raises ForkServerError."""
+        """Start the processes of a worker, unless one is alive, or kill them.
+
+        Raises ForkServerError.
+        """
         worker = command.worker
         if isinstance(command, KillWorker):
             self._kill_worker(worker)
@@ -111,7 +114,10 @@ class NodeProcesses:
         return [worker for worker in self._places if self._is_alive(worker)]
 
     def assign_gpu(self, worker: Worker, rank: int = 0) -> int | None:
-        """Return the GPU's index for a worker's process; None if there are no GPUs."""
+        """Return the GPU's index for a worker's process; None if there are no GPUs.
+
+        A worker that is not one of this node's yet becomes one.
+        """
         place = self._places.setdefault(worker, len(self._places)) * len(self._ranks) + rank
         return (self._first_card + place) % self._cards if self._cards else None
 
@@ -307,7 +313,8 @@ class ProcessManager:
 def find_complete_workers(adopted: ForkServer, ranks: int) -> list[Worker]:
     """Return the workers whose `ranks` processes are all alive, and kill those of other workers.
 
-    Raises ForkServerError if the fork server `adopted` has died.
+    Waits up to `KILL_SECONDS` until the killed ones have ended. Raises ForkServerError if the fork
+    server `adopted` has died.
     """
     ranks_alive: dict[Worker, list[str]] = {}
     for name in adopted.list_alive():

@@ -21,7 +21,8 @@ PROGRESS_SECONDS = 30.0
 def open_common_store(rank: int) -> TCPStore:
     """Open the key-value store at MASTER_ADDR, which torchrun's agent or rank 0 hosts.
 
-    Raises DistError of torch if the store cannot be reached.
+    Without MASTER_ADDR and MASTER_PORT, the address is 127.0.0.1:29500. Raises DistError of torch
+    if the store cannot be reached.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

@@ -14,12 +14,13 @@
     network_interfaces   network interfaces by which workers reach each other
     node_reports         reports of a node's workers, sent together by its agent
 
-Each worker and each node agent has one connection to the coordinator, which runs in the launcher of
-node 0. Messages are pushed, and arrive in the order in which they were sent. msgspec checks each
-message against its type; nothing is ever unpickled, and no message names code or paths. Connections
-are accepted only from processes that know the run's secret. The coordinator's port is open on the
-given address alone, by default loopback. torch's key-value store, which asks for no secret, holds
-only the addresses of process groups. docs/threat-model.md describes the consequences.
+Each process of a worker and each node agent has one connection to the coordinator, which runs in
+the launcher of node 0. Messages are pushed, and arrive in the order in which they were sent.
+msgspec checks each message against its type; nothing is ever unpickled, and no code or path that a
+message names is used. Connections are accepted only from processes that know the run's secret. The
+coordinator's port is open on the given address alone, by default loopback. torch's key-value store,
+which asks for no secret, holds only what process groups need to meet. docs/threat-model.md
+describes the consequences.
 
 May import: `replay`, and the runtime's modules for configuration.
 """

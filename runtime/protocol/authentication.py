@@ -45,7 +45,7 @@ SECRET_REMEDY = (
 
 
 class AuthenticationError(Exception):
-    """Error, in one line: the other end lacks the secret, or a message was changed."""
+    """Error, in one line, for another secret or protocol, or a message that was changed."""
 
 
 class SecretError(ValueError):
@@ -141,7 +141,8 @@ def authenticate_connection(
     """Perform the connecting end's part of a handshake on a blocking socket; return the keys.
 
     The socket keeps a time limit, which the caller replaces. Raises AuthenticationError if the
-    other end has another secret, purpose or protocol, and OSError if it is gone or takes longer.
+    other end has another secret, purpose or protocol, or closes the connection after its greeting;
+    and OSError if it is gone before or takes too long.
 
     Parameters
     ----------
@@ -177,8 +178,9 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> Secret | None:
     """Return the secret that the environment sets; None if it sets none.
 
     SLIPSTREAM_SECRET_FILE names a file with the secret's text; without it, SLIPSTREAM_SECRET
-    contains the text. Raises SecretError if the text is too short or too long, or if the file
-    cannot be read, or other users can read or write it.
+    contains the text. The secret is the text's SHA-256, without white space at its ends. Raises
+    SecretError if the text is too short or too long, or if the file cannot be read, is not a
+    regular one, or gives other users any permission.
     """
     path, text = environment.get(SECRET_FILE_VARIABLE), environment.get(SECRET_VARIABLE)
     if path:
@@ -202,8 +204,7 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _validate_secret(text: bytes, source: str) -> Secret:
-    """Return the SHA-256 of a secret's stripped text; errors name `source`, where it is from."""
-    # Raises SecretError, which names the `source`, if the size of the text is wrong.
+    """Return the SHA-256 of a secret's stripped text. Raises SecretError that names `source`."""
     text = text.strip()
     if not MIN_SECRET_BYTES <= len(text) <= MAX_SECRET_BYTES:
         raise SecretError(

@@ -41,7 +41,7 @@ SILENT_SECONDS = 60
 ANSWER_SECONDS = 60.0
 """Time limit for data from node 0, which is slow while thousands of workers start."""
 CLOSE_SECONDS = 1.0
-"""Time limit for what was sent to arrive before a connection is closed."""
+"""Longest silence of node 0 while what was sent arrives, before a connection is closed."""
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 2**18
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Decoder(Generic[T]):
                 self._decoder.decode(f'{{"type":"{kind.__name__}"}}')
 
     def __call__(self, body: bytes) -> T:
-        """Decode one message. Raises ProtocolError."""
+        """Decode one message. Raises ProtocolError if it is none of the union."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -194,9 +194,10 @@ class Channel(Generic[T]):
         return bool(self._early)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Raises RendezvousError, and ProtocolError if it is too long.
+        """Send a message. Raises ProtocolError if it is too long.
 
-        If node 0 is on this machine, the message has arrived when this returns.
+        Raises RendezvousError if node 0 is gone, or does not take the message in `ANSWER_SECONDS`.
+        If node 0 is on this machine and reads, the message has arrived when this returns.
         """
         data = encode_frame(message)
         try:
@@ -229,8 +230,8 @@ class Channel(Generic[T]):
     def read_first(self, *kinds: type[M]) -> M:
         """Return the coordinator's first message, which must be of one of these types.
 
-        Raises RendezvousError as `read` does, and if the message is of another type, or is not
-        complete after `ANSWER_SECONDS`.
+        Messages that came with it are left for `read`. Raises RendezvousError as `read` does, and
+        if the message is of another type, or is not complete after `ANSWER_SECONDS`.
         """
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._early:
@@ -248,7 +249,7 @@ class Channel(Generic[T]):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection when all that was sent has arrived, or after `CLOSE_SECONDS`."""
+        """Close the connection when node 0 has, or is silent for `CLOSE_SECONDS`."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(CLOSE_SECONDS)
             self._socket.shutdown(socket.SHUT_WR)

@@ -44,7 +44,7 @@ class CoordinatorLink(Generic[M, S]):
         self._connect = connect
         self.setup = setup
         self.sent = time.monotonic()
-        """Time at which a message was last sent, by `time.monotonic`."""
+        """Time of the last message sent, or of creation, by `time.monotonic`."""
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, for a selector."""
@@ -56,7 +56,10 @@ class CoordinatorLink(Generic[M, S]):
         return self._channel.has_pending
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, from any thread; only `read` fails if the coordinator is gone."""
+        """Send a message, from any thread; drop it if the coordinator is gone.
+
+        `read` then fails. Raises ProtocolError if the message is too long.
+        """
         channel = self._channel
         try:
             channel.send(message)
@@ -68,7 +71,7 @@ class CoordinatorLink(Generic[M, S]):
     def read(self) -> list[M]:
         """Wait for data, and return the messages that they complete, if any.
 
-        Raises RendezvousError if the coordinator is gone, or sends an invalid message.
+        Raises RendezvousError as `Channel.read` does.
         """
         return self._channel.read()
 
@@ -78,9 +81,10 @@ class CoordinatorLink(Generic[M, S]):
         """Try once to connect to a new coordinator, with `hello` as the first message.
 
         Returns the result of `prepare`, which is called with the coordinator's answer before the
-        new connection is used. Returns the answer itself if it is of type `end`: the coordinator
-        continues without this process, and the connection is closed. Raises RendezvousError if no
-        coordinator of a higher epoch answers. Exceptions of `prepare` are passed on.
+        new connection and this `setup` replace the old ones. Returns the answer itself if it is of
+        type `end`: the coordinator continues without this process, and the new connection is
+        closed. Raises RendezvousError if no coordinator of a higher epoch answers. Exceptions of
+        `prepare` are passed on.
         """
         channel = self._connect(hello, 0.0)
         try:
@@ -103,5 +107,5 @@ class CoordinatorLink(Generic[M, S]):
         return prepared
 
     def close(self) -> None:
-        """Close the connection when all that was sent has arrived, or after `CLOSE_SECONDS`."""
+        """Close the connection as `Channel.close` does."""
         self._channel.close()

@@ -19,7 +19,7 @@ from slipstream.runtime.protocol.rendezvous import Rendezvous
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
-"""Environment variable that names NCCL's network interfaces, by prefix or as `=NAME`."""
+"""Variable that names NCCL's interfaces: by prefix, as `=NAME`, or excluded as `^PREFIX`."""
 _IPV6 = Path("/proc/net/if_inet6")
 _GET_ADDRESS = 0x8915
 """Request code SIOCGIFADDR of Linux."""
@@ -33,7 +33,7 @@ class Interface(NamedTuple):
 
 
 def find_address_towards(rendezvous: Rendezvous) -> str:
-    """Return this machine's address on the network of node 0. Raises OSError without a route."""
+    """Return this machine's address towards node 0. Raises OSError if no way there is found."""
     first: OSError | None = None
     for family, kind, _, _, address in socket.getaddrinfo(
         rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
@@ -53,8 +53,9 @@ def configure_interface(
 ) -> str:
     """Make gloo and NCCL use one network interface, and return its address.
 
-    The environment of this process and its children is set, unless it names interfaces already.
-    Raises OSError if this machine has no address on the network of node 0.
+    `environment` is set, unless it names interfaces already. If none is found, gloo's variable
+    becomes empty, and the address is that towards node 0. Raises OSError as `find_address_towards`
+    does.
     """
     towards = find_address_towards(rendezvous)
     chosen = choose_interface(list_interfaces(), environment, towards)
@@ -72,8 +73,8 @@ def choose_interface(
     """Return the interface that gloo's variable names, else NCCL's, else that of `towards`.
 
     `towards` is one of this machine's addresses, and its interface the one that has it. Of an
-    interface with several addresses, one of the same family is chosen. Returns None if there is no
-    such interface.
+    interface with several addresses, one of the same family is preferred. Names that no interface
+    has are skipped. Returns None if there is no such interface.
     """
     # Those of that family first: an IPv6 address has colons.
     interfaces = sorted(
@@ -97,7 +98,10 @@ def choose_interface(
 
 
 def list_interfaces() -> list[Interface]:
-    """Return this machine's interfaces and addresses, but no link-local IPv6 ones (Linux)."""
+    """Return this machine's interfaces with their addresses; none except on Linux.
+
+    These are one IPv4 address per interface, and all IPv6 ones that are not link-local.
+    """
     interfaces: list[Interface] = []
     if not sys.platform.startswith("linux"):
         return interfaces

@@ -32,7 +32,10 @@ _ANSWER = msgspec.json.Decoder(Acknowledged)
 
 
 class ReportGatherer:
-    """Receiver of the iteration reports of a node's workers, in the node's agent."""
+    """Receiver of the iteration reports of a node's workers, in the node's agent.
+
+    Creating it removes the folders that this user's killed agents have left.
+    """
 
     def __init__(self) -> None:
         _remove_abandoned_folders()
@@ -97,7 +100,8 @@ class ReportSender:
     """Sender of one process's iteration reports, to its node's agent or directly to node 0.
 
     `directly` sends a report to node 0. `agent` is the path of the agent's socket; None if the
-    agent gathers no reports. One thread sends, and another reads acknowledgements.
+    agent gathers no reports. Raises OSError if nothing listens there. One thread sends, and another
+    reads acknowledgements.
     """
 
     def __init__(
@@ -112,10 +116,10 @@ class ReportSender:
         self.gathered = self._socket is not None
         """True while reports go to the agent, not directly to node 0."""
         self.sent = 0.0
-        """Time at which a report was last sent to the agent, by `time.monotonic`."""
+        """Time at which a report was last sent to the agent, by `time.monotonic`; 0: never."""
 
     def send(self, report: IterationReport) -> None:
-        """Send a report: to the agent if possible, else to node 0."""
+        """Send a report to the agent; if impossible, it and later ones to node 0."""
         if self.gathered:
             assert self._socket is not None
             # The agent is gone or stuck, or the report is too long, as with many ops.

@@ -14,7 +14,7 @@ BACKLOG = 4096
 
 
 class RendezvousError(RuntimeError):
-    """Error, in one line, for an address where this process cannot listen or connect."""
+    """Error, in one line: this process cannot listen or connect, or has lost its connection."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "Rendezvous":
-        """Parse `HOST:PORT`. Raises ValueError, naming the text, if it is not an address."""
+        """Parse `HOST:PORT`, the port above 0. Otherwise raises ValueError that names the text."""
         host, colon, port = text.rpartition(":")
         # IPv6 addresses may stand in brackets, as in URLs.
         host = host.strip("[]")

@@ -15,7 +15,7 @@ def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvo
     """Open torch's key-value store in this process; return it and its address.
 
     The store listens at `rendezvous`, by default at a free port on loopback. Raises
-    RendezvousError.
+    RendezvousError if it cannot listen there.
     """
     listener, opened = open_listener(rendezvous)
     # torch takes over the open listener, so no other program can get the port in between.
@@ -33,7 +33,10 @@ def host_store(rendezvous: Rendezvous | None = None) -> tuple[TCPStore, Rendezvo
 
 
 def connect_store(rendezvous: Rendezvous, timeout: timedelta = CONNECT_TIMEOUT) -> TCPStore:
-    """Connect to a key-value store; wait up to `timeout` for it to open. Raises RendezvousError."""
+    """Connect to a key-value store, and wait up to `timeout` for it to open.
+
+    `timeout` also limits later waits for a key. Raises RendezvousError if the store does not open.
+    """
     try:
         return TCPStore(
             rendezvous.host,

@@ -13,7 +13,7 @@ from slipstream.schedules.schedule import Worker
 
 
 class JoinWorker(msgspec.Struct, frozen=True, tag=True):
-    """First message of a worker, answered with `WorkerSetup` or `Leave`."""
+    """First message of a worker's process, answered with `WorkerSetup` or `Leave`, or refused."""
 
     worker: Worker
     epoch: int = 0

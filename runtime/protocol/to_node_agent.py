@@ -23,7 +23,7 @@ class NodeSetup(msgspec.Struct, frozen=True, tag=True):
     workers: tuple[Worker, ...]
     """Workers of the agent's own node, which it starts."""
     config: RunConfig
-    """Configuration of node 0, for the workers; model and training must equal the agent's own."""
+    """Configuration of node 0; the agent's must equal it, except iterations, "auto" recompute."""
     first_iteration: int
     """Iteration of the checkpoint that the agent's --resume must find; 0: none is needed."""
     restarted: bool = False

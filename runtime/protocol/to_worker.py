@@ -1,8 +1,8 @@
 """Messages from the coordinator to the workers.
 
-Each order has a number, and starts a generation, which has fixed workers, fixed roles, and a fixed
-first iteration. A generation ends for all members with `EndOrder` or the next order. Each member
-then reports how far it got (`Paused`), and waits for the next order.
+Each order has a number. An order to train starts a generation, which has fixed workers, fixed
+roles, and a fixed first iteration. A generation ends for all members with `EndOrder` or the next
+order. Each member then reports how far it got (`Paused`), and waits for the next order.
 """
 
 import msgspec

@@ -3,8 +3,9 @@
 Layers use this one group for as long as their process lives, and a DeviceMesh of torch can be made
 of it. The connection that carries its tensors is rebuilt for each order
 (`runtime.replay.group_cache`), and set here with `connect`. Without a connection, collectives
-compute results of the right shapes, as if each rank had the same tensors as this one. So the forms
-of the values between layers can be found in a single process, and an op can be measured by itself.
+compute results of the right shapes: a gather repeats this rank's tensor, and a sum is that tensor
+alone. So the forms of the values between layers can be found in a single process, and an op can be
+measured by itself.
 
 When a collective returns, it has ended or is enqueued on the device's stream. Failures raise the
 error of the connection's `guard`.
@@ -207,11 +208,7 @@ class WorkerGroup(distributed.ProcessGroup):
     def _carry_tensors(
         self, what: str, outputs: Sequence[Tensor], input: Tensor
     ) -> Iterator[tuple[GroupConnection | None, list[Tensor]]]:
-        """Yield the connection and the tensors to pass to it; then copy results to `outputs`.
-
-        The connection is None while this group has none. The tensors are `outputs`, then `input`
-        unless it is the first output. Errors name the operation `what`.
-        """
+        """Yield the connection and the tensors to pass to it; then copy results to `outputs`."""
         # The tensors are a list of the outputs, then the input unless it is the first output; they
         # are copies in host memory if the connection needs that. Without a connection, yield None
         # and the tensors themselves. The operation `what` is named in errors.
@@ -251,7 +248,10 @@ _PROCESS_GROUPS: list[WorkerGroup] = []
 
 
 def worker_group() -> WorkerGroup | None:
-    """Return the process group of this worker's ranks; None if it is one process."""
+    """Return the process group of this worker's ranks; None if it is one process.
+
+    In a thread that simulates a rank (`simulating_rank`), it is that rank's group.
+    """
     return _THREAD_GROUP.group or (_PROCESS_GROUPS[-1] if _PROCESS_GROUPS else None)
 
 
@@ -280,7 +280,11 @@ def enter_group(rank: int, size: int) -> WorkerGroup | None:
 
 @contextlib.contextmanager
 def simulating_rank(size: int, rank: int = 0) -> Iterator[None]:
-    """Let this thread simulate one of `size` ranks, to find what that rank would hold."""
+    """Let this thread simulate one of `size` ranks, to find what that rank would hold.
+
+    A default group of torch.distributed that is not a worker's is replaced meanwhile, in the whole
+    process.
+    """
     if size == 1:
         yield
         return

@@ -41,7 +41,8 @@ class Backend(Protocol):
     def create_group(self, meeting: GroupRendezvous) -> Group:
         """Create a process group; return it when all members have joined.
 
-        Raises RuntimeError if one does not join, or if the generation ends before.
+        Raises RuntimeError if one does not join or connect, or if the generation ends before; of
+        these, UnreachableError if this process has no usable network interface.
         """
 
     def allow_reuse(self, group: Group) -> None:

@@ -54,7 +54,8 @@ class BackgroundQueue:
     def submit(self, work: Work) -> None:
         """Queue work to run after earlier work, and after kernels that were launched before.
 
-        Raises the error of earlier work or, if work only enqueues kernels, of this one.
+        Raises the error of earlier work, without queueing this one; or, if work only enqueues
+        kernels, the error of this one.
         """
         if self._error is not None:
             self.wait()
@@ -74,7 +75,8 @@ class BackgroundQueue:
     def wait(self) -> None:
         """Wait until all work is done, and raise the error of any that failed.
 
-        If work only enqueues kernels, the current stream waits instead of the host.
+        What was queued behind failed work is discarded. If work only enqueues kernels, the current
+        stream waits instead of the host.
         """
         with self._lock:  # another thread may be starting it
             thread = self._thread

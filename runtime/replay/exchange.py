@@ -108,7 +108,8 @@ class Exchange:
     def start_send(self, iteration: int, place: int) -> None:
         """Start the send at index `place` of the program's transfers.
 
-        Earlier transfers start, too, if the transport is `ordered`. Raises CommunicationError.
+        Some later receives start, too, and all earlier transfers if the transport is `ordered`.
+        Raises CommunicationError.
         """
         number = self._transfer_number(iteration, place)
         self._ready[number] = pack_value(self._local.pop(self._names[place]))

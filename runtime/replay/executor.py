@@ -120,11 +120,11 @@ class Executor:
     def run(self, iteration: int) -> float:
         """Run one iteration to a commit point; return this worker's summand of the mean loss.
 
-        The summand is 0 if no layer of this worker adds to the loss. Raises CommunicationError, and
-        any error of `feed` and of the functions called before ops, exchanges and steps.
+        The summand is 0 if no layer of this worker adds to the loss. An iteration that began on a
+        wrongly guessed step is run again. Raises CommunicationError, and any error of `feed` and of
+        the functions called before ops, exchanges and steps.
         """
         self._iteration, self._loss = iteration, 0.0
-        # An iteration that began on a wrongly guessed step is run again.
         while not self._run_program():
             self._discard_round()
         self._exchange.end_iteration()
@@ -147,10 +147,7 @@ class Executor:
         return loss
 
     def _run_program(self) -> bool:
-        """Run all ops; return False if they began on a wrongly guessed step.
-
-        They must then run again.
-        """
+        """Run all ops; return False if a wrongly guessed step makes them run again."""
         for step in self._program:
             if step.op is None:
                 step.handler(self, step)
@@ -175,7 +172,8 @@ class Executor:
     def regather_parameters(self) -> None:
         """Gather parameters from the workers that stepped them, after a step on a wrong guess.
 
-        All members call this together. Raises CommunicationError.
+        All members call this together. It ends at a commit point, after which the step is no longer
+        void. Raises CommunicationError.
         """
         assert self._steps.validated is not None
         self._reducer.gather_parameters(self._steps.iteration)
@@ -244,7 +242,6 @@ class Executor:
             self._reduce_gradients(step)
 
     def _reduce_gradients(self, step: _ProgramStep) -> None:
-        """Sum the gradients of the layers of an A over the workers that hold them."""
         # Reductions run in the order of the program, on whichever thread, so workers never wait for
         # each other in a circle.
         slice = step.instruction.slice
@@ -301,7 +298,6 @@ class Executor:
 
 
 def _build_steps(program: WorkerProgram, slices: Slices) -> list[_ProgramStep]:
-    """Return the instructions of a program, each with the function that runs it."""
     places = Counter[type]()
     steps = []
     for instruction in program.instructions:

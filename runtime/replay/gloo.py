@@ -59,7 +59,8 @@ class InterruptibleCalls:
     def run_call(self, call: Callable[[], object]) -> None:
         """Run a call in another thread, and wait until it returns or `end_all` is called.
 
-        Raises the error of the call, and RuntimeError if `end_all` came first.
+        After `end_all`, waits up to `CLOSE_TIMEOUT_SECONDS` for connections to close. Raises the
+        error of the call, and RuntimeError if `end_all` came first.
         """
         # Give the call to an idle thread or a new one.
         waiting = _WaitingCall(call)
@@ -89,9 +90,10 @@ class InterruptibleCalls:
             raise RuntimeError(SHUT_REASON)
 
     def end_all(self, cut: Callable[[], Sockets]) -> None:
-        """Break connections, and end all waits once these connections are closed.
+        """Break connections, and end all waits once these connections are closed, without waiting.
 
-        `cut` breaks them, and returns their sockets.
+        `cut` breaks them, and returns their sockets. Each wait ends after `CLOSE_TIMEOUT_SECONDS`
+        at the latest.
         """
         # Refuse new waits first: none may begin after the connections are broken.
         with self._lock:
@@ -114,8 +116,6 @@ class InterruptibleCalls:
 
 
 class _WaitingCall:
-    """A call that waits for a transfer, a sum, or a group's members."""
-
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
         self.is_done = False
@@ -162,7 +162,7 @@ class GlooWork:
 
 
 class GlooGroup:
-    """A process group over gloo, whose release and waits block no thread of the caller.
+    """A process group over gloo, whose waits can be ended, and whose deletion never waits.
 
     Torch's destructor of a group waits for all pending operations, without limit for those that
     gloo has forgotten. The destructor runs in the thread that drops the last reference, which can
@@ -226,8 +226,8 @@ class GlooBackend:
     """Gloo backend, whose abort shuts down the sockets of all groups.
 
     An abort also ends waits that gloo has forgotten. Gloo does not tell which sockets belong to a
-    group: an abort shuts down all that were opened while groups were created. Groups share a
-    listening socket and its thread.
+    group: an abort shuts down all that were opened while groups were created. Groups share
+    listening sockets and their threads.
     """
 
     ordered = False
@@ -244,10 +244,7 @@ class GlooBackend:
 
     @contextlib.contextmanager
     def creating_groups(self, exempt_sockets: Callable[[], Sockets]) -> Iterator[None]:
-        """Return a context manager within which `create_group` must be called.
-
-        An abort spares the sockets that `exempt_sockets` returns then. See `Backend`.
-        """
+        """Return a context manager within which `create_group` must be called. See `Backend`."""
         self._exempt_sockets, self._sockets_before = exempt_sockets, find_open_sockets()
         if not self._devices:
             self._sockets = frozenset()
@@ -259,7 +256,7 @@ class GlooBackend:
             self._sockets, self._sockets_before = self._sockets | new_sockets, None
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a process group; return it when all members have joined. Raises RuntimeError."""
+        """Create a process group; return it when all members have joined. See `Backend`."""
         group = GlooGroup(self._waits)
         try:
             self._devices = self._devices or open_gloo_devices()
@@ -280,7 +277,7 @@ class GlooBackend:
         waits.end_all(self.cut_connections)
 
     def cut_connections(self) -> Sockets:
-        """Break all connections, as a network failure would; return their sockets."""
+        """Break all but exempt connections, as a network failure would; return their sockets."""
         before, sockets = self._sockets_before, self._sockets
         # While groups are created, their sockets are not in the list yet.
         if before is not None:

@@ -111,8 +111,9 @@ class GenerationGroups:
     def create_groups(self, specs: Iterable[GroupSpec]) -> None:
         """Provide all groups of the generation: reuse what is possible, create the others.
 
-        Raises GenerationEndedError if the generation ends, UnreachableError if a member does not
-        join, and DistStoreError if one does not say in time which groups it has kept.
+        Earlier groups that are not reused are closed in the background. Raises GenerationEndedError
+        if the generation ends, UnreachableError if a member does not join, and DistStoreError if
+        one does not say in time which groups it has kept.
         """
         self.raise_if_ended()
         wanted = {spec.name: spec for spec in specs}
@@ -128,8 +129,7 @@ class GenerationGroups:
     def create_missing(self, specs: Iterable[GroupSpec]) -> None:
         """Create those of the groups that the generation does not have yet.
 
-        Raises GenerationEndedError if the generation ends, and UnreachableError if a member does
-        not join.
+        Raises GenerationEndedError and UnreachableError as `create_groups` does.
         """
         self.raise_if_ended()
         # In the same order at all members, or two would wait for each other.
@@ -197,9 +197,9 @@ class GenerationGroups:
         )
 
     def release(self) -> None:
-        """Leave to the next generation the groups in which nothing was aborted.
+        """Leave to the next generation the groups in which nothing has failed or was aborted.
 
-        A later `abort` has no effect.
+        A later `abort` aborts no operation.
         """
         with self._lock:
             self._released = True
@@ -219,11 +219,7 @@ class GenerationGroups:
     def _find_reusable(
         self, wanted: Mapping[str, GroupSpec], idle: Mapping[str, _CachedGroup]
     ) -> list[str]:
-        """Return the names of wanted groups that all members have among their `idle` groups.
-
-        Such a group has not failed, and all members have started equally many operations in it.
-        Over gloo, no group can be reused.
-        """
+        """Return the names of `wanted` groups that are usable at all members; none over gloo."""
         # Groups over gloo are not reused, because receives may be pending in them whose tensors
         # were never sent.
         if not self.links.backend.ordered:

@@ -99,7 +99,7 @@ class GroupStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` have values, and keep these for `get`.
 
-        Raises any error of `require`, and DistStoreError after `timeout` (None: `wait_for`).
+        Raises any error of `require`, and DistStoreError after `timeout` (None or 0: `wait_for`).
         """
         # Values are set once, so those that were fetched stay valid.
         wanted = {rank_key for key in keys for rank_key in self._keys_of_all_ranks(key)}

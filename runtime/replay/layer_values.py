@@ -89,7 +89,7 @@ def has_gradient(of: Tensor | TensorForm) -> bool:
 
 
 def gradient_form(form: Form) -> Form:
-    """Return the form of a value's gradient, which has no tensor for integers and booleans."""
+    """Return the form of a gradient; a tuple's is plain, without tensors that get none."""
     return (
         form
         if isinstance(form, TensorForm)

@@ -162,7 +162,7 @@ class Communicator:
     def start_connecting(self, *, directed: bool) -> None:
         """Start to `connect`, `directed` or not, in a thread.
 
-        The thread aborts the communicator if the generation ends.
+        The thread aborts the communicator if connecting fails or the generation ends.
         """
         start_thread("connecting", self._connect_and_probe, directed)
 
@@ -212,10 +212,7 @@ class Communicator:
             start_thread("aborting", self._abort_group)
 
     def _connect_and_probe(self, directed: bool) -> None:
-        """Connect, and run one operation, so that NCCL creates what a first operation needs.
-
-        If `directed`, the first of two members sends to the second; otherwise all take part.
-        """
+        """Connect, and run one operation, so that NCCL creates what a first operation needs."""
         device = self._nccl.device
         try:
             # Connecting takes the pool's next stream.
@@ -293,7 +290,7 @@ class Communicator:
 
 
 class NcclBackend:
-    """NCCL backend, whose abort ends only communicators with pending operations."""
+    """NCCL backend, whose abort ends only communicators with pending or failed operations."""
 
     ordered = True
 
@@ -312,10 +309,7 @@ class NcclBackend:
         return contextlib.nullcontext()
 
     def create_group(self, meeting: GroupRendezvous) -> Group:
-        """Create a communicator; return it when all members are connected.
-
-        Raises RuntimeError if one does not join, or if the generation ends before.
-        """
+        """Create a communicator; return it when all members are connected. See `Backend`."""
         # Announce this member, and wait for all: NCCL's own wait for a missing one cannot be ended.
         aborts, keys = self._aborts, meeting.keys
         keys.set(f"here/{meeting.rank}", b"!")
@@ -347,7 +341,7 @@ class NcclBackend:
         cast(Communicator, group).allow_reuse()
 
     def abort_groups(self, groups: Collection[Group]) -> None:
-        """Abort the communicators that have pending operations. See `Backend`."""
+        """Abort communicators with pending operations; all refuse new ones. See `Backend`."""
         self._aborts += 1
         # The communicator that is just being connected is in no list of groups yet.
         connecting, communicators = self._connecting, [*cast(Collection[Communicator], groups)]
@@ -390,6 +384,5 @@ class NcclBackend:
         )
 
     def _abort_pending(self, communicators: Collection[Communicator]) -> None:
-        """Start, for each communicator, a thread that aborts it if operations stay pending."""
         for communicator in communicators:
             start_thread("ending", communicator.abort_unless_quiescent)

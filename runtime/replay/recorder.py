@@ -95,7 +95,8 @@ class Recorder:
     def op_times(self) -> tuple[OpTime, ...]:
         """Return the median seconds of each kind of compute op on each slice.
 
-        If `costs` is set, an op's seconds are first divided by the relative cost of its sample.
+        If `costs` is set, an op's seconds are first divided by the relative cost of its sample, and
+        their relative deviation is returned, too.
         """
         by_kind: dict[tuple[OpKind, int], list[tuple[Op, float]]] = defaultdict(list)
         for op, start, end in self._ops:

@@ -53,7 +53,7 @@ class GenerationSession:
     carries host memory only, so tensors of a GPU pass through pinned buffers. Gloo matches
     transfers by tag, NCCL by their order, so every worker must start its transfers in an order that
     all workers agree on (`schedules.graph.order_transfers`). Methods that communicate raise
-    CommunicationError.
+    CommunicationError, and AbandonedError if their thread was abandoned meanwhile.
 
     Parameters
     ----------
@@ -148,7 +148,8 @@ class GenerationSession:
     def send(self, tensor: Tensor, target: Worker, tag: int) -> OutgoingTensor:
         """Start to send a tensor to a worker; the caller must `wait` for the result.
 
-        Over gloo, the receiver must use the same tag; NCCL ignores it.
+        Until then the tensor must not change. Over gloo, the receiver must use the same tag; NCCL
+        ignores it.
         """
         payload = tensor.detach().contiguous()
         with one_line_errors(f"sending to worker {target}", (target,)):
@@ -195,7 +196,10 @@ class GenerationSession:
             return IncomingTensor(group.recv([payload], rank, tag), payload, source, self.device)
 
     def sum_over_sharers(self, what: GradientKey, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their sums over the live holders of layers or a shared parameter."""
+        """Replace tensors by their sums over the live holders of layers or a shared parameter.
+
+        Does nothing if there is one holder. Over NCCL only the current stream waits, not the host.
+        """
         if what not in self._sharers:
             return  # nobody else holds it
         doing = f"summing the gradients of {what if isinstance(what, str) else layers_text(what)}"
@@ -232,7 +236,10 @@ class GenerationSession:
         return self._open_sharer_group(layers) if layers in self._sharers else None
 
     def send_bytes(self, data: bytes, layers: GradientKey, target: Worker) -> None:
-        """Send bytes to another holder of `layers`. Needs `connect(bytes_too=True)`."""
+        """Send bytes to another holder of `layers`, and wait until they are sent.
+
+        `data` must not be empty. Needs `connect(bytes_too=True)`.
+        """
         with one_line_errors(f"sending to worker {target}", (target,)):
             group, rank = self._bytes_group(layers), self._sharers[layers].index(target)
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -332,9 +339,10 @@ class GenerationSession:
         return [] if (thread := self._reductions.thread_ident) is None else [thread]
 
     def drain(self) -> None:
-        """Wait, without limit, until no operation is pending. Call it after `abort`.
+        """Wait, without limit, until no operation is pending, after `abort` or the last op.
 
-        Raises AbandonedError if this thread was abandoned meanwhile.
+        Reductions and sends that have not begun are dropped. Raises AbandonedError if this thread
+        was abandoned meanwhile.
         """
         with _registered_wait("ending sums of gradients"):
             self._reductions.discard_pending()
@@ -348,7 +356,7 @@ class GenerationSession:
     def release(self) -> None:
         """Leave the groups in which nothing was aborted to the next generation.
 
-        A later `abort` has no effect.
+        A later `abort` aborts no operation.
         """
         self._groups.release()
         # The worker's own processes must not use an old generation's group.
@@ -375,7 +383,7 @@ class GenerationSession:
     def measure_clock_offset(self) -> float:
         """Return by how many seconds the first process's perf_counter is ahead of this one's.
 
-        All processes of all members call this together.
+        In the first process, it is 0. All processes of all members call this together.
         """
         # The first member shares one group with each other member, used for nothing else, and
         # answers one member after the other.
@@ -404,7 +412,7 @@ class GenerationSession:
         return 0.0
 
     def wait_for_all(self) -> None:
-        """Wait until all processes have called this, and their devices have done all work."""
+        """Wait until all processes, if several, have called this and their devices are done."""
         members, _ = self._all_processes()
         if len(members) == 1:
             return

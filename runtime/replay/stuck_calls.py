@@ -55,7 +55,7 @@ class OpenCalls:
         )
 
     def name_awaited(self, awaited: Collection[Worker]) -> None:
-        """Register the workers for which the present call of this thread waits."""
+        """Register the workers for which this thread's present call, if any, waits."""
         # Within a call that creates several groups, whom it waits for changes from group to group.
         thread = threading.get_ident()
         call = self._calls.get(thread)

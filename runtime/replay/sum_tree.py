@@ -90,7 +90,6 @@ class SumTree:
                 work.wait()
 
     def _parent_group(self, child: int) -> Group:
-        """Return the group of two that connects process `members[child]` with its parent."""
         return self._groups.get_group(_group_name(self._members[child]))
 
 

@@ -121,6 +121,10 @@ def create_nccl_group(
 ) -> "NcclGroup":
     """Return an NCCL process group on this thread's device, not connected yet.
 
+    Sets `NCCL_ENVIRONMENT` and the time limit of connecting in this process's environment, and
+    lowers torch's debug level from DETAIL to INFO. Raises torch's DistError if the store cannot be
+    reached.
+
     Parameters
     ----------
     prefix

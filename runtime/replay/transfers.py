@@ -95,7 +95,7 @@ class PendingSum:
         return self._ended.is_set()
 
     def wait_for_sums(self) -> Sequence[float]:
-        """Wait for the sums, and return them. Raises CommunicationError."""
+        """Wait up to `TRANSFER_TIMEOUT` for the sums; return them. Raises CommunicationError."""
         with one_line_errors("summing over all workers"):
             if not self._ended.wait(TRANSFER_TIMEOUT.total_seconds()):
                 raise RuntimeError(f"no answer within {TRANSFER_TIMEOUT.total_seconds():.0f} s")
@@ -109,8 +109,8 @@ class PendingSum:
 def one_line_errors(what: str, peers: Collection[Worker] = ()) -> Iterator[None]:
     """Turn a RuntimeError within the context into a CommunicationError that names `what`.
 
-    The calling thread is registered as waiting for the `peers`. Raises AbandonedError if it was
-    abandoned meanwhile.
+    It has the peers of an inner CommunicationError or UnreachableError, else `peers`, for which the
+    thread is registered as waiting. Raises AbandonedError if the thread was abandoned meanwhile.
     """
     OPEN_CALLS.enter_call(what, peers)
     try:

@@ -45,7 +45,7 @@ SMALL_BYTES = 2**16
 
 
 def compute_checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the checksum of tensors in this order: a scalar int64, on their device."""
+    """Return the checksum, int64 [] on their device, of at least one tensor, in order."""
     # Sums of blocks are weighted, too, so that the order of blocks counts.
     return _weighted_sum(
         torch.cat([block_sum for flat in _join_small(tensors) for block_sum in _block_sums(flat)])

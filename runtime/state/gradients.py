@@ -35,9 +35,12 @@ class GradientBuffer(NamedTuple):
     """Count of changes of each view (`count_changes`) when it was set to zero."""
 
     def find_untouched(self) -> list[int]:
-        """Return the indices of the parameters to whose gradients this worker has added nothing."""
+        """Return the indices of the parameters to whose gradients this worker has added nothing.
+
+        If `.grad` has been replaced, its value is copied to the view, which is `.grad` again.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            # A user's function, or a backward with create_graph, has replaced `.grad`.
+            # A user's function, or a backward with create_graph, does that.
             if parameter.grad is not view:
                 if parameter.grad is not None:
                     view.copy_(parameter.grad.detach())
@@ -89,7 +92,7 @@ def allocate_gradients(
     """Give trained parameters zero gradients, which are views of one flat tensor for each dtype.
 
     Gradients have the dtype `dtype`; None: each parameter's own. With `cut`, the flat tensors are
-    padded to its `padded_length`.
+    padded to its `padded_length`. Returns a buffer for each dtype.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:

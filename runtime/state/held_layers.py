@@ -101,14 +101,18 @@ class HeldLayers:
 
         All of that state, and all missing elements of the parameters, must be in `parts` or already
         held. If layers and partitions are as before, the memory stays in place. Raises
-        VersionError, before anything has changed, if some state is missing.
+        VersionError, before anything has changed, if some state is missing or of another iteration.
 
         Parameters
         ----------
+        modules
+            Modules by layer; a layer that is held already stays if its module is the same.
         cuts
             Partition of the state of each range of layers.
         worker
             This worker, whose parts are held.
+        parts
+            State from elsewhere, all of it that after `after`.
         after
             Iteration after which the layers have this state.
         built
@@ -304,7 +308,7 @@ class HeldLayers:
             yield from buffers
 
     def flat_gradients(self, layers: LayerRange | None = None) -> list[Tensor]:
-        """Return a range's gradients without those of shared parameters: a flat tensor per dtype.
+        """Return a range's gradients without those of shared parameters, as flat tensors.
 
         Without a range, return the gradients of all parameters.
         """
@@ -357,11 +361,8 @@ class HeldLayers:
         return PartOptimizer(modules, self._config, everything, everything, self.sharing)
 
     def _reduced_parameters(self, layers: LayerRange, *, whole: bool) -> list[nn.Parameter]:
-        """Return a range's cut parameters or, if `whole`, its uncut ones.
-
-        Shared parameters, and those that a step rule steps, are left out.
-        """
-        # Gradients of shared parameters are summed by themselves; those of step rules are not.
+        """Return a range's cut parameters or, if `whole`, its uncut ones."""
+        # Left out are shared parameters, which have sums of their own, and those of step rules.
         return [
             parameter
             for layer in range(*layers)
@@ -420,8 +421,7 @@ def build_layer(
 ) -> nn.Module:
     """Build a layer as `build_on_device` does, and mark parameters that all holders store whole.
 
-    If not `filled`, the layer has arbitrary values, in host memory. Raises ConfigError, too, if a
-    step rule is not for a trained parameter of this layer alone.
+    Raises ConfigError, too, if a step rule is not for a trained parameter of this layer alone.
     """
     module = build_on_device(model, layer, filled=filled)
     _mark_uncut(layer, module, config, sharing_of(model))
@@ -461,7 +461,7 @@ def count_trained_elements(
 ) -> tuple[ElementCounts, ...]:
     """Return, for each layer, how many trained elements are cut, and how many stored whole.
 
-    A rank of a worker counts its own elements. Raises ConfigError as `require_stepped_by_rules`
+    A rank of a worker counts its own elements. Raises ConfigError and ValueError as `build_layer`
     does.
     """
     elements, sharing = [], sharing_of(model)

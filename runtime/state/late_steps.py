@@ -38,7 +38,8 @@ class _DueStep(NamedTuple):
 class LateSteps(OptimizerSteps):
     """Optimizer of copies of other workers' parts, whose steps are made one commit late.
 
-    `gradients` has, for each of the `GRADIENT_BUFFERS`, the gradients by stepped tensor.
+    `gradients` has, for each of the `GRADIENT_BUFFERS`, the gradients by stepped tensor. What
+    waits for a step first makes the committed one, and raises the error of one that failed.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LateSteps(OptimizerSteps):
 
         They are multiplied by `factor`; if it is None, all parameters stay as they are. Those in
         `unused` always do. The step that was registered before counts as committed, and will be
-        made. From now on, another buffer is the free one.
+        made; for the one before that, this waits. From now on, another buffer is the free one.
         """
         self._wait_for_step()
         # All workers have stepped the iteration before, or this one could not step.

@@ -28,7 +28,8 @@ def estimate_layer_bytes(
 
     Parameters, buffers and optimizer state count. If states are sharded over `holders` workers, two
     parts of the optimizer state count: the holder's own, and the copy of another. Raises
-    ConfigError if shared parameters, or patterns of parameters for Muon, are wrong.
+    ConfigError if shared parameters, or patterns of parameters for Muon, are wrong, and ValueError
+    as `build_on_meta` does.
     """
     share = min(1.0, 2 / holders) if config.shard_optimizer else 1.0
     sizes, sharing = [], sharing_of(model)

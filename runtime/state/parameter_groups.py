@@ -35,12 +35,12 @@ def build_groups(
     """Return torch's parameter groups, by patterns in `[training] parameter_groups`.
 
     Names of parameters are `LAYER.NAME`; `last` is the number of the model's last layer, None if
-    unknown. Each pattern has a group of its matrices and one of its vectors; two more have the
-    parameters that no pattern matches. Parameters that Muon steps are in groups of their own, with
-    the key "muon"; each parameter in `rules` has one with the key "rule". A group names its weight
-    decay, and of the other options those that differ from the optimizer's defaults. Unless a
-    pattern sets weight decay, matrices decay and vectors (norms, biases) do not. Raises ConfigError
-    if a pattern assigns a vector to Muon.
+    unknown. Each pattern has a group of its matrices and one of its vectors, if there are any; two
+    more, perhaps empty, have the parameters that no pattern matches. Parameters that Muon steps are
+    in groups of their own, with the key "muon"; each parameter in `rules` has one with the key
+    "rule". A group names its weight decay, and the other options that its pattern or Muon sets.
+    Unless a pattern sets weight decay, matrices decay and vectors (norms, biases) do not. Raises
+    ConfigError if a pattern assigns a vector to Muon.
     """
     # By number of the pattern (-1: none), whether a matrix, and whether Muon steps it.
     members_of: dict[tuple[int, bool, bool], list[nn.Parameter]] = {
@@ -75,9 +75,10 @@ def is_stepped_by_muon(
 ) -> bool:
     """Return whether Muon steps the parameter whose name is `LAYER.NAME`.
 
-    By default, Muon steps matrices and stacks of matrices of all layers but 0 and `last` (None: but
-    0), which hold embeddings and heads. Kernels of depthwise convolutions count as vectors. Raises
-    ConfigError if a pattern assigns a vector to Muon.
+    With the optimizer "muon", a parameter's pattern may say so. By default, Muon steps matrices and
+    stacks of matrices of all layers but 0 and `last` (None: but 0), which hold embeddings and
+    heads. Kernels of depthwise convolutions count as vectors. Raises ConfigError if a pattern
+    assigns a vector to Muon.
     """
     if config.optimizer != "muon":
         return False

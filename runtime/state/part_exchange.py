@@ -56,7 +56,7 @@ class PartExchange:
 
         The sums replace the values in `gradients`. The buffers in `copies` get the sums of the
         parts of which this worker is the buddy; they are complete when `wait_for_copies` returns.
-        Until then the gradients must not change.
+        Until then the gradients must not change. With a single holder, nothing is done.
         """
         # Over gloo, sums are always in the order of the members. Over NCCL, if members have been
         # lost since the partition was made, each worker gets the sums of all parts.
@@ -84,11 +84,7 @@ class PartExchange:
         cut: StatePartition,
         copies: Mapping[Span, Tensor],
     ) -> None:
-        """Sum gradients over gloo at the owners of parts; start to copy sums to buddies.
-
-        `place` is this worker's index in `cut.members`. The buffers in `copies` are for the sums of
-        parts of which it is the buddy.
-        """
+        """Sum gradients over gloo at the owners of parts; start to copy sums to buddies."""
         staged = self._session.staged
         carried = gradients.cpu() if staged else gradients
         others = [other for other in range(len(cut.members)) if other != place]
@@ -124,11 +120,7 @@ class PartExchange:
         cut: StatePartition,
         copies: Mapping[Span, Tensor],
     ) -> None:
-        """Sum gradients over NCCL at owners, and start to copy the sums to buddies.
-
-        `place` is this worker's index in `cut`. `copies` has, by span, the buffer for
-        the sums of which this worker keeps a copy.
-        """
+        """Sum gradients over NCCL at owners, and start to copy the sums to buddies."""
         # Two collectives are used, because point-to-point transfers in one group would wait for
         # each other if buddies form a circle.
         length, count = cut.spans[0][1], len(cut.members)
@@ -156,10 +148,7 @@ class PartExchange:
         sums: Tensor,
         copies: Mapping[Span, Tensor],
     ) -> None:
-        """Start to send own parts of `sums` to buddies, and to receive others' in `copies`.
-
-        `place` is this worker's index in `cut.members`.
-        """
+        """Start to send own parts of `sums` to buddies, and to receive others' in `copies`."""
         pending = _PendingCopies([], [])
         for number, owner, span in _nonempty_parts(cut):
             part, buddy, tag = sums[slice(*span)], cut.buddies[number], _transfer_tag(_COPY, number)

@@ -156,11 +156,11 @@ class PartOptimizer(UndoableSteps):
 
     @property
     def last_final(self) -> int:
-        """Last iteration whose step a later one has made final; -1: no step is open.
+        """Last iteration whose step a later one has made final; -1 without one.
 
-        Steps of copies of other workers' parts cannot be undone either, and count if there are any.
+        There is none unless a step is open. If this worker has copies of others' parts, their last
+        step counts, too, as it cannot be undone.
         """
-        # A later step, or the step of copies of other workers' parts, has been made.
         last = -1 if self.open_iteration is None else self.open_iteration - 1
         return max(last, self._late.version.after) if self._copies else last
 
@@ -188,11 +188,11 @@ class PartOptimizer(UndoableSteps):
                 yield StateChecksum(layer, whole, of_part=False, checksum=checksum)
 
     def flip_bit(self, what: str, rng: Random) -> bool:
-        """Flip a random bit of a stored number other than 0; return whether one exists.
+        """Flip a random bit of a stored number other than 0; return False without one.
 
         The bit is in the stepped parameters if `what` is "parameters", in their optimizer state if
         it is "state", and in one of these of another worker's part, as copied here, if it is
-        "copy". Autograd does not notice the change.
+        "copy". Only one tensor is drawn and searched. Autograd does not notice the change.
         """
         pieces = self._copies if what == "copy" else self._pieces
         pieces = [piece for piece in pieces if piece.stepped.numel()]

@@ -55,7 +55,6 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Parts number the elements of a layer in this order.
     """
-    # Those that are not cut into parts come last.
     whole_names, parameters = uncut_names(module), dict(module.named_parameters())
     return {
         name: parameter
@@ -137,9 +136,9 @@ def as_whole_part(
 
 
 def require_fits(module: nn.Module, part: PartState) -> None:
-    """Raise ValueError unless a part has exactly the tensors of its span.
+    """Raise ValueError unless a part has all `model` tensors of its span, and no others.
 
-    The tensors of a span are all its `model` tensors, and the optimizer's for the same parameters.
+    Optimizer tensors must be of the same parameters; neither number nor size is checked.
     """
     # How many elements of each tensor lie in the span.
     expected = {
@@ -250,7 +249,7 @@ def pack_parts(parts: Collection[PartState]) -> bytes:
 
 
 def unpack_parts(data: bytes) -> list[PartState]:
-    """Decode the parts that `pack_parts` has encoded. Raises TensorError for other bytes."""
+    """Decode the parts that `pack_parts` has encoded. Raises ValueError for other bytes."""
     tensors_of: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
     for name, tensor in decode_tensors(data).items():
         layer, start, stop, after, key = name.split("/", 4)

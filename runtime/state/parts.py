@@ -147,7 +147,7 @@ def build_partition(
     """Return a partition of `total` elements over the members of a range of layers.
 
     If `sharded`, each member owns one part, whose buddy is in another failure domain if possible.
-    Else everything is one part.
+    Else, or for one member or no elements, everything is one part, which is not sharded.
     """
     # One member, or all if state is not sharded, has everything in one part.
     members = tuple(sorted(members))
@@ -176,7 +176,8 @@ def build_partitions(
 
     `cut_for` has ranges that stay cut for their original members; lost members' parts go to their
     buddies. `elements` returns the numbers of a layer's elements; `domains` and `sharded` are those
-    of `build_partition`. Raises ValueError if neither owner nor buddy of some part remains.
+    of `build_partition`. Raises ValueError if neither owner nor buddy of some part remains, or if a
+    range in `cut_for` is not sharded.
     """
     cuts = {}
     for layers, members in ranges.items():

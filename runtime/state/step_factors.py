@@ -23,7 +23,7 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
 def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
     """Return the learning rate of an iteration.
 
-    The rate equals torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or
+    Built-in schedules equal torch's LinearLR during warm-up, followed by ConstantLR, LinearLR or
     CosineAnnealingLR; "wsd" is the schedule of MiniCPM (Hu et al., 2024). Raises ConfigError as
     `rate_factor` does.
     """
@@ -31,7 +31,7 @@ def learning_rate_at(config: TrainingConfig, iteration: int) -> float:
 
 
 def is_scheduled(config: TrainingConfig) -> bool:
-    """Return whether the learning rate changes during the run."""
+    """Return whether the learning rate may change during the run."""
     return config.learning_rate_schedule != "constant" or config.warmup_iterations > 1
 
 
@@ -94,7 +94,7 @@ NORM_EPSILON = 1e-6
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of a gradient, in float64, without copying it."""
+    """Return the sum of squares of a gradient, in float64, copied in chunks only."""
     flat = gradient.detach().reshape(-1)
     sums = [
         chunk.to(torch.float64, copy=True).square_().sum()

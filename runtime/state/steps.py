@@ -119,7 +119,7 @@ class StepController:
         """Sums that a WAITING, GUESSED or REFUTED step depends on; None in the other states."""
         self._when_validated: list[Callable[[], None]] = []
         self.validated: tuple[int, float | None] | None = None
-        """Last iteration whose step is known to be right, with its step factor; or None."""
+        """Last iteration whose step its sums have made final, with its step factor; or None."""
         self.losses: deque[tuple[int, float]] = deque(maxlen=2)
         """Last iterations whose sums have arrived, each with its mean loss."""
 
@@ -128,8 +128,10 @@ class StepController:
     ) -> None:
         """Run O: step all held layers, if necessary on the guess that nothing is clipped.
 
-        `loss` is this worker's summand of the mean loss. `until_unread` waits until no other worker
-        reads this worker's gradients. Raises CommunicationError, as `until_unread` may.
+        A step that depends on sums over all workers and is not guessed waits for them, and may be
+        skipped. `loss` is this worker's summand of the mean loss. `until_unread` waits until no
+        other worker reads this worker's gradients. Raises CommunicationError, and VersionError as
+        `HeldLayers.step` does.
         """
         self.iteration = iteration
         # Without clipping or skipping, the step depends on no other layer's gradients.
@@ -235,7 +237,7 @@ class StepController:
         self._finish_step()
 
     def when_validated(self, call: Callable[[], None]) -> None:
-        """Call a function once the last step is final: now, or later."""
+        """Call a function once the last step is final: now, later, or never after `return_to`."""
         if self._sums is None:
             call()
         else:

@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, options: MuonConfig) -> Tensor:
-    """Return, approximately, the nearest matrices [..., M, N] with orthonormal rows or columns."""
+    """Return about the nearest semi-orthogonal matrices [..., M, N], in `options.dtype`."""
     # A polynomial of odd powers brings all singular values near 1.
     a, b, c = options.coefficients
     add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
@@ -229,10 +229,7 @@ class OptimizerSteps:
             group["lr"] = rate * rate_factor(self._config, iteration)
 
     def _scheduled_rates(self) -> list[tuple[dict[str, Any], float]]:
-        """Return each parameter group with its learning rate before the schedule changes it.
-
-        The list is empty if the learning rate is constant.
-        """
+        """Return each parameter group with its rate before the schedule; none if it is constant."""
         if not is_scheduled(self._config):
             return []
         groups = self._optimizer.param_groups
@@ -295,7 +292,7 @@ class UndoableSteps(OptimizerSteps):
         self._apply_update()
 
     def undo(self) -> None:
-        """Undo the open step bit for bit; gradients stay."""
+        """Undo the open step bit for bit; gradients stay as they are, perhaps scaled."""
         assert self.open_iteration is not None, "no step is open"
         after = self.open_iteration - 1
         self.version = Version(after, whole=False)

@@ -469,10 +469,7 @@ def _time_round_trip(
     form: TensorForm,
     device: torch.device,
 ) -> float:
-    """Return the seconds of a tensor's round trip between workers 0 and 1.
-
-    Other workers return 0 at once.
-    """
+    """Return the seconds of a tensor's round trip between workers 0 and 1; 0 elsewhere."""
     if worker > 1:
         return 0.0
     tensor = torch.zeros(form.shape, dtype=form.dtype, device=device)

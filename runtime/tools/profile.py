@@ -39,7 +39,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[StageProfile, ...]
     transfer: float
-    """Seconds to send the largest activation from one worker of this machine to another."""
+    """Seconds to send the largest activation from one worker here to another; 0 with one."""
     device: str
     device_bytes: int
     """Bytes of memory of a GPU, or of this machine if layers run on CPUs."""
@@ -84,7 +84,7 @@ def profile_stages(
 
     Workers that hold the measured stages compute at the same time, or as many as fit on this
     machine. Raises ConfigError for a device or backend that this machine lacks, RendezvousError if
-    no port can be opened, and ProfileError if a process fails or takes too long.
+    no port can be opened, and ProfileError if a process fails, or after `TIMEOUT_SECONDS`.
 
     Parameters
     ----------
@@ -99,7 +99,8 @@ def profile_stages(
     rounds
         Number of measurements, of which times are medians.
     fork_server
-        Fork server that may serve several profiles, one after the other; None: start one.
+        Fork server that may serve several profiles, one after the other; None: start one. All its
+        processes are killed at the end.
     by_lengths
         True to measure ops also for samples of several documents and of half the length.
     """

@@ -58,8 +58,8 @@ def reference_run(
 ) -> ReferenceResult:
     """Train the whole model in this process on the micro-batches of all pipelines.
 
-    `microbatches` has the number of micro-batches of each pipeline. Raises ConfigError if the model
-    or the text cannot be loaded.
+    `microbatches` has the number of micro-batches of each pipeline. Torch has the configured number
+    of threads meanwhile. Raises ConfigError if the model or the text cannot be loaded.
     """
     # As many threads as a worker has: with one for each core, threads would mostly wait for each
     # other in the ops of a small model.

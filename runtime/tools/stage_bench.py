@@ -35,10 +35,11 @@ Each then finds caches that the others have filled.
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one stage's ops for one micro-batch, and bytes of its memory.
+    """Seconds of one stage's ops, and bytes of its memory.
 
-    If a worker has several processes, seconds are those until its last rank is done, and bytes
-    those of the rank that holds most.
+    F, I and W are of one micro-batch, the others of an iteration. If a worker has several
+    processes, seconds are those until its last rank is done, and bytes those of the rank that holds
+    most.
     """
 
     forward: float
@@ -155,7 +156,7 @@ class StageBench:
         }
 
     def measure_memory(self) -> dict[str, int]:
-        """Return the bytes of the stage's memory, by field of `StageProfile`."""
+        """Run a micro-batch and two steps; return bytes of memory by field of `StageProfile`."""
         stage, microbatch = self._stage, Microbatch(0, 1, 0)
         gradient = None if stage.last else self._fill_value(gradient_form(self._gives))
         # Parameters and gradients are alive all the time, and not counted.

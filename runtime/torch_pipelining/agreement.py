@@ -2,8 +2,8 @@
 
 A generation begins with a decision that is made once: which processes are its members, and how many
 iterations are committed. All processes that are alive say how far they are: each puts its *voice*
-into the store. A process that sees that all others are dead or have a voice there proposes, and the
-first proposal is the decision. A process that the decision leaves out has to end.
+into the store. A process that sees that all others are dead, late or have a voice there proposes,
+and the first proposal is the decision. A process that the decision leaves out has to end.
 
 A store may outlive a run: torchrun's does where it starts all processes anew. A run whose members
 are all dead is over, and the next process begins another one, under keys of its own.
@@ -92,7 +92,8 @@ def worker_of(process: str) -> Worker:
 class Agreement:
     """A process's part in deciding who takes part in each generation of a run.
 
-    In all methods, `voice` is what this process tells the others of itself.
+    In all methods, `voice` is what this process tells the others of itself. They raise torch's
+    DistError if the store is gone, and OSError as `watch.connect` does.
 
     Parameters
     ----------
@@ -116,7 +117,10 @@ class Agreement:
         return self._store
 
     def has_begun(self) -> bool:
-        """Find the run to take part in; return whether it has begun without this process."""
+        """Find the run to take part in; return whether it has begun without this process.
+
+        From then on, `store` has the keys of that run.
+        """
         while True:
             # A run that has begun goes on as long as one of its members lives.
             if self._store.check(["decision/1"]):
@@ -138,11 +142,11 @@ class Agreement:
         return self._store.check([f"end/{number}"])
 
     def count_joiners(self) -> int:
-        """Return how many processes have ever asked to become members."""
+        """Return how many processes have ever asked to become members in this run."""
         return self._store.add("joiners", 0)
 
     def start(self, voice: Voice, workers: Sequence[Worker]) -> Decision:
-        """Begin the first generation with all processes of `workers`; return its members.
+        """Begin the first generation with all processes of `workers`; return the decision on it.
 
         Raises TimeoutError if one of the processes does not come, and LeftOutError if a run has
         begun without this process.
@@ -183,7 +187,7 @@ class Agreement:
     def go_on(self, voice: Voice, before: Decision) -> Decision:
         """Decide on the generation after `before`, with the processes that live or ask to join.
 
-        Raises LeftOutError if the others go on without this process.
+        Ends the present generation. Raises LeftOutError if the others go on without this process.
         """
         self.end(self.number)
         addresses = {process: other.address for process, other in before.voices.items()}
@@ -208,10 +212,7 @@ class Agreement:
         )
 
     def _require_taken(self, decision: Decision, voice: Voice) -> Decision:
-        """Return `decision` if this process is a member in it, with its present `voice`.
-
-        Otherwise raises LeftOutError.
-        """
+        """Return `decision`. Raises LeftOutError unless it has this process's present `voice`."""
         if decision.voices.get(self._process) != voice:
             raise LeftOutError(
                 f"the others go on without {self._process}, which was silent for "
@@ -240,11 +241,7 @@ class Agreement:
         probe: Callable[[str], socket | None],
         settled: int,
     ) -> None:
-        """Wait for a decision; propose one once all `addresses` have spoken, ended or are late.
-
-        `addresses` has where each process listens (None: unknown), `probe` returns a connection to
-        an address (None: the process is dead), and `settled` is that of the decision before.
-        """
+        """Wait for a decision; propose one once all `addresses` have spoken, ended or are late."""
         deadline, spoken = time.monotonic() + self._patience, {self._process}
         while not self._store.check([f"decision/{self.number}"]):
             spoken |= {
@@ -272,11 +269,7 @@ class Agreement:
                 time.sleep(POLL_SECONDS)
 
     def _propose(self, spoken: set[str], settled: int) -> None:
-        """Propose as members the processes in `spoken` and all live joiners, of complete workers.
-
-        A worker is complete if all of its ranks are among these. Joiners with numbers up to
-        `settled` are members or dead, and not read again. Only the first proposal counts.
-        """
+        """Propose as members those in `spoken` and all live joiners, of complete workers."""
         voices = {other: self._read_voice(other) for other in spoken}
         count = self.count_joiners()  # before they are read, so that none is counted and not seen
         last = self._store.add("joiner numbers", 0)

@@ -66,11 +66,7 @@ class RoutedStage(PipelineStage):
         before: tuple[Tensor, ...] | None = None,
         after: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """Let torch build its stage, as the only one of a process group.
-
-        `before` and `after` are tensors of the forms that enter and leave the stage; None: the
-        forms are not known yet.
-        """
+        """Let torch build its stage, as the only one of a process group."""
         stages = self.place.routes.stages
         # Torch refuses more ranks than stages.
         count = max(stages, distributed.get_world_size())
@@ -78,7 +74,7 @@ class RoutedStage(PipelineStage):
         self.num_stages, self.group_rank, self.group_size = stages, 0, 1
 
     def wait_for_sends(self) -> None:
-        """Wait until the memory of all tensors that are being sent may be reused."""
+        """Wait until sent tensors may be reused, with errors as in `Mates.deferring_errors`."""
         while self._leaving:
             with self.place.mates.deferring_errors():
                 self._leaving.pop().wait()

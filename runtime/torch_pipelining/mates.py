@@ -112,7 +112,10 @@ class Mates:
         return passed[0]
 
     def fail(self, failure: str) -> None:
-        """Make all ranks fail in their present or next `settle`, with the text `failure`."""
+        """Make all ranks fail in their present or next `settle`, and wait for them there.
+
+        `failure` is the text of this rank's error. Nothing is done if the last `settle` has failed.
+        """
         # If the last `settle` has failed, all ranks know already.
         if not self._know_failure:
             self._failure = failure

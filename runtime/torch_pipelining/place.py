@@ -105,8 +105,9 @@ class Place:
         initialises it for the processes of this worker alone, so all meshes are inside the worker.
         Raises TimeoutError if others do not come or commit in time; RuntimeError, torch's, if store
         or other ranks of this worker cannot be reached; NoRouteError if there is no schedule for
-        the live workers; LeftOutError if the run goes on and no worker may return; and ValueError
-        for a worker that is unknown or down in `routes`, or if processes have different routes.
+        the live workers; LeftOutError if the run goes on without this process and no worker may
+        return; and ValueError for a worker that is unknown or down in `routes`, or if processes
+        have different routes.
 
         Parameters
         ----------
@@ -232,7 +233,7 @@ class Place:
                 unpack_state(self.session.receive_bytes(key, source), module, optimizer)
 
     def sum_over_all(self, value: float) -> float:
-        """Return the sum of a value over all processes. Raises CommunicationError."""
+        """Return the sum over all processes, which all call this. Raises CommunicationError."""
         with self.mates.failing_together():
             sums = self.session.start_sum_over_all([value]).wait_for_sums()
         return sums[0]
@@ -389,10 +390,7 @@ class Place:
         return Voice(address=self._watch.address, committed=committed, sums=(self.last_sum.hex(),))
 
     def _enter(self, decision: Decision) -> bool:
-        """Connect to the members of `decision`; return whether this process lags a step behind.
-
-        It then has to make the step that another member has already committed.
-        """
+        """Connect to the members of `decision`; return whether this process lags a step behind."""
         # Find the routes for the workers that live.
         self._decision, number = decision, self._agreement.number
         live = decision.workers
@@ -467,7 +465,6 @@ class Place:
             self._session = None
 
     def _await_quiescence(self) -> None:
-        """Wait until the device has ended all operations."""
         deadline = time.monotonic() + self._patience
         while not self.session.is_quiescent():
             if time.monotonic() > deadline:
@@ -505,7 +502,7 @@ def _worker_of_rank(routes: Routes, number: int) -> Worker:
 
 
 def _own_host(store: Store) -> str:
-    """Return the address of this machine from which it reaches the store."""
+    """Return this machine's address towards a TCPStore; loopback for any other store."""
     # Of several addresses, this is one that other processes of the run can reach as well.
     while isinstance(store, PrefixStore):
         store = store.underlying_store

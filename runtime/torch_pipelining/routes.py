@@ -33,6 +33,9 @@ class Sample(NamedTuple):
 class Routes:
     """Which worker runs which micro-batch at which stage, for one set of failed workers.
 
+    Raises NoRouteError for a schedule that breaks rules, and NotWholeError, a ValueError too, for
+    one in which workers run parts of stages, or others' stages.
+
     Attributes
     ----------
     workers
@@ -68,8 +71,8 @@ class Routes:
     def read(cls, source: Source, failed: Iterable[str | Worker] = ()) -> Self:
         """Return the routes that avoid the `failed` workers.
 
-        Raises NoRouteError if there is no schedule for these failures in which no layers move, and
-        the errors of reading files.
+        Raises NoRouteError if there is no schedule for these failures in which no layers move, the
+        errors of `Routes`, and those of reading files.
 
         Parameters
         ----------

@@ -30,7 +30,7 @@ class ReroutedStage(RoutedStage):
 
     The module may be sharded inside the worker (FSDP2, DTensor), or compiled. Raises ValueError for
     a stage that this worker does not hold, and for a module that would lose gradients or cannot be
-    run as a stage here.
+    run as a stage here. What FSDP keeps of an earlier iteration is dropped.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class ReroutedSchedule:
 
         Gradients are added to what `.grad` had before, and the result is summed over workers: call
         `optimizer.zero_grad()` first. Raises CommunicationError if another worker has died; then
-        call `Place.recover`. Raises ValueError if a list has not one value for each of `samples`.
+        call `Place.recover`. Raises ValueError if a list has not one value for each of `samples`,
+        or a stage returns a DTensor, or other tensors than for the first micro-batch.
 
         Parameters
         ----------
@@ -172,11 +173,7 @@ class ReroutedSchedule:
         return float(place.sum_over_all(float(squares)) ** 0.5)
 
     def _spread(self, name: str, values: Sequence[Any] | None, missing: Any) -> list[Any]:
-        """Return a value for each micro-batch: of `values` if it is run here, else `missing`.
-
-        `values` has one value for each of `samples`, in that order; None: all are missing. Raises
-        ValueError with the argument's `name` if their number is wrong.
-        """
+        """Return a value for each micro-batch: of `values` if it is run here, else `missing`."""
         spread = [missing] * self._place.routes.microbatches
         if values is None:
             return spread
@@ -190,7 +187,7 @@ class ReroutedSchedule:
         return spread
 
     def _reduce(self, stage: RoutedStage) -> None:
-        """Sum the gradients of a stage over its holders."""
+        """Sum the gradients of a stage over its holders, and scale the sums."""
         # First within this worker; then each rank sums its part with the same rank of others.
         finish_shards(stage)
         parameters = [
@@ -328,11 +325,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _require_own_shards(module: nn.Module, stage: int, place: Place) -> None:
-    """Raise ValueError if a stage's parameters are sharded in an unsupported way.
-
-    A mesh must have no more processes than a worker. If any part of `module`, the stage, is under
-    `fully_shard`, the whole must be.
-    """
+    """Raise ValueError if a stage's parameters are sharded in an unsupported way."""
     for name, parameter in _shards(module):
         if parameter.device_mesh.size() > place.ranks:
             raise ValueError(

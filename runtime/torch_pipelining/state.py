@@ -18,7 +18,8 @@ PLAIN = (bool, int, float, str, type(None))
 def pack_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Return this rank's part of a stage's parameters, buffers and optimizer state, as bytes.
 
-    Nothing is pickled. Raises ValueError if the optimizer keeps anything but tensors.
+    Options of the optimizer's groups are added if of the types in `PLAIN`. Nothing is pickled.
+    Raises ValueError if the optimizer keeps anything but tensors.
     """
     # The names of tensors say what each is: `module.NAME` or `optimizer.SLOT.NAME`.
     tensors = {f"module.{name}": local(tensor) for name, tensor in _tensors_of(module)}
@@ -96,10 +97,7 @@ def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _like(parameter: Tensor, value: Tensor, *, keeps_steps_on_device: bool) -> Tensor:
-    """Return the tensor `value` of an optimizer, with its parameter's device and sharding.
-
-    A step count has no sharding, and keeps its own device unless `keeps_steps_on_device` is true.
-    """
+    """Return the tensor `value` of an optimizer, with its parameter's device and sharding."""
     device = local(parameter).device
     if value.dim() == 0 and parameter.dim() > 0:  # a step count
         return value.to(device) if keeps_steps_on_device else value

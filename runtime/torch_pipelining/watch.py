@@ -55,8 +55,8 @@ class Watch:
     def follow(self, address: str | None, on_loss: Callable[[], None]) -> None:
         """Watch the process at `address` from now on; None: watch no process.
 
-        `on_loss` is called when the process is gone, at once if it is gone already. Raises OSError
-        as `connect` does.
+        `on_loss` is called when the process is gone, by the watch's thread; or at once, by this
+        one, if it is gone already. Raises OSError as `connect` does.
         """
         connection = None if address is None else connect(address)
         with self._lock:
@@ -72,7 +72,7 @@ class Watch:
             return identify_sockets(self._sockets())
 
     def close(self) -> None:
-        """End the thread, and close all sockets."""
+        """End the thread, after at most `CONNECT_SECONDS`, and close all sockets."""
         self._closed.set()
         self._thread.join(CONNECT_SECONDS)
         with self._lock:
@@ -91,11 +91,7 @@ class Watch:
             self._check()
 
     def _take(self, ready: socket.socket, followed: socket.socket | None) -> None:
-        """Accept a connection if `ready` listens; otherwise close `ready`, which has ended.
-
-        If `ready` is `followed`, the connection to the watched process, report the loss of that
-        process, unless another one is followed by now.
-        """
+        """Accept a connection if `ready` listens; otherwise close `ready`, and report a loss."""
         # Nothing is ever sent, so a connection that can be read has ended.
         if ready is self._listener:
             try:
@@ -137,7 +133,8 @@ def has_ended(connection: socket.socket | None) -> bool:
 def connect(address: str) -> socket.socket | None:
     """Connect to the process at an address; return None if the process is dead.
 
-    Raises OSError for causes on this machine, such as too many open files.
+    If its machine does not answer in `CONNECT_SECONDS`, it counts as dead, too. Raises OSError for
+    causes on this machine, such as too many open files.
     """
     host, port = address.split()
     try:

@@ -67,8 +67,8 @@ def pass_local_tensors(
     """Let a stage under tensor parallelism take and return plain tensors of this rank.
 
     The tensors have the rank's part of the sequence, or all of it without sequence parallelism; the
-    last stage returns whole logits. Does nothing for torchtitan's `spmd_types`, in which all
-    tensors are plain.
+    last stage returns whole logits. Does nothing without tensor parallelism, or for torchtitan's
+    `spmd_types`, in which all tensors are plain.
     """
     if not dims.tp_enabled or dims.spmd_backend != "partial_dtensor":
         return
@@ -88,7 +88,7 @@ def pass_local_tensors(
 
 
 def expert_counts(module: nn.Module) -> list[Tensor]:
-    """Return each layer's numbers of tokens by expert since the last step."""
+    """Return the buffers of each layer's numbers of tokens by expert since the last step."""
     # torchtitan's optimizer sums the numbers over the ranks of the worker, moves the biases of
     # experts by them, and sets them to 0.
     return [

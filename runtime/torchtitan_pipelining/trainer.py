@@ -39,7 +39,9 @@ class ReroutedTrainer(Trainer):
     """Trainer of torchtitan that runs one worker's part of a schedule, and survives deaths.
 
     The configuration is as for torchtitan's own run with all workers, and says which schedules to
-    use. Rank, or the environment variable SLIPSTREAM_WORKER, says which worker a process is.
+    use. Rank, or the environment variable SLIPSTREAM_WORKER, says which worker a process is. Raises
+    ValueError for settings that do not fit the schedules, and the errors of `Routes.read` and
+    `Place.take`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -103,7 +105,10 @@ class ReroutedTrainer(Trainer):
         self.place.close()
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Run one iteration, again if a worker dies meanwhile, and make the optimizer step."""
+        """Run one iteration, again if a worker dies meanwhile, and make the optimizer step.
+
+        Raises RuntimeError if the loss is not finite, and the errors of `Place.recover`.
+        """
         # Read all pipelines' micro-batches, and count the tokens that losses are divided by.
         learning_rates = self.lr_schedulers.get_metrics()
         batches = [next(data_iterator) for _ in range(self.place.routes.microbatches)]
@@ -179,11 +184,7 @@ class ReroutedTrainer(Trainer):
         return prepared
 
     def _try_iteration(self, batches: Sequence[Batch], valid: dict[int, int]) -> bool:
-        """Run an iteration, or recover if a worker dies; return whether to step now.
-
-        The arguments are the micro-batches of all pipelines, and the number of tokens with a label
-        (`valid`) by pipeline.
-        """
+        """Run an iteration, or recover if a worker dies; return whether to step now."""
         # Start from zero: a failed attempt may have left gradients and counts of tokens.
         self.optimizers.zero_grad()
         counts = {stage: expert_counts(module) for stage, module in self._modules.items()}
@@ -260,10 +261,7 @@ class ReroutedTrainer(Trainer):
         return self.pp_schedule
 
     def _find_loss(self, output: Tensor, target: tuple[int, Tensor]) -> Tensor:
-        """Return a micro-batch's loss, divided by the number of tokens of the iteration.
-
-        `target` has its pipeline and its labels. The loss is also added to those of its pipeline.
-        """
+        """Return a micro-batch's loss, divided by the iteration's tokens, and add it to a sum."""
         pipeline, labels = target
         loss: Tensor = self.loss_fn(output, labels, self._valid_tokens)[0]
         part = loss.to_local() if isinstance(loss, DTensor) else loss

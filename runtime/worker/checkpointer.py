@@ -180,7 +180,10 @@ class Checkpointer:
             remove_newer(self._folder, iteration)
 
     def list_iterations(self) -> tuple[int, ...]:
-        """Return iterations of checkpoints not found damaged, and 0 if the run began with it."""
+        """Return the iterations of checkpoints not found damaged, in ascending order.
+
+        The run's first iteration is among them if it is 0 or its checkpoint can be read.
+        """
         iterations = {number for number in find_complete(self._folder) if number >= self._first}
         # Layers of iteration 0 are built, and need no checkpoint.
         if self._first == 0 or self._open_initial_checkpoint() is not None:

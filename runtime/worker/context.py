@@ -200,8 +200,9 @@ STORE_TIMEOUT = timedelta(seconds=10)
 def build_worker_context(spec: WorkerSpec, channel: WorkerLink) -> WorkerContext:
     """Return the context of this process, with device, model and data ready.
 
-    Raises ConfigError if model or data cannot be loaded, OSError without a route to node 0, and
-    RendezvousError if the coordinator is lost and no other one comes in time.
+    Sets the process's device, torch's number of threads, and the network interface of gloo and
+    NCCL. Raises ConfigError if model or data cannot be loaded, OSError without a route to node 0,
+    and RendezvousError if the coordinator is lost and no other one comes in time.
     """
     # The device first, since all that follows is built there.
     setup, settings = channel.setup, spec.settings

@@ -38,9 +38,9 @@ from slipstream.schedules.schedule import Schedule, Worker
 def take_layers(part: OrderContext) -> None:
     """Get the layers that the order's schedule needs of this worker, and drop all others.
 
-    Layers come from a checkpoint or from other members. Raises CommunicationError, VersionError for
-    state of another iteration, ValueError if no copy of a part is left, and CheckpointError if the
-    checkpoint that the run began from cannot be read.
+    Layers come from a checkpoint or other members, or are built. Raises CommunicationError,
+    VersionError for state of another iteration, ValueError if no copy of a part is left, and
+    CheckpointError if the checkpoint that the run began from cannot be read.
     """
     # A member drops its old layers only after all members have what they need of them; until then,
     # it reports the parts that it has received, too, as held. So if a worker dies meanwhile,
@@ -237,8 +237,9 @@ class GenerationRunner:
     def abandon_if_stuck(self) -> None:
         """Abandon `run`'s thread if it hangs in a process group, and report its end.
 
-        Nothing is done while the device may still write to tensors that this worker holds. Raises
-        StuckDeviceError if the device is busy `ABORT_SECONDS` after `end_order`.
+        To be called after `end_order`. Nothing is done in the first `STUCK_SECONDS`, and while the
+        device may still write to tensors that this worker holds. Raises StuckDeviceError if the
+        device is busy `ABORT_SECONDS` after `end_order`.
         """
         assert self._ended_at is not None
         if self._thread is None:
@@ -281,8 +282,8 @@ class GenerationRunner:
     def run(self) -> None:
         """Carry out the order, report how it ended, and close connections that have failed.
 
-        Raises AbandonedError if the main thread has abandoned this one, and errors that concern
-        this worker alone.
+        Raises AbandonedError if the main thread has abandoned this one, and all errors after which
+        this worker cannot go on.
         """
         self._thread = threading.current_thread()
         self._context.injector.cut = self._session.cut_connections
@@ -330,7 +331,8 @@ class GenerationRunner:
     def return_to_committed(self, order: Order) -> None:
         """Return to the state after the last committed iteration, which the next `order` names.
 
-        Raises VersionError if this worker's state is too far from it.
+        To be called once `paused` is True. Gradients become zero. Raises VersionError if this
+        worker's state is too far from it.
         """
         # At most one step is undone, or made again with the step factor that was right.
         assert self.paused

@@ -138,7 +138,8 @@ class SlowedRecorder(Recorder):
 def prolong_block(factor: float, device: torch.device, *, sleeps: bool = True) -> Iterator[None]:
     """Make the code within the context take `factor` times as long, by computing more.
 
-    With `sleeps`, the time that this thread sleeps is prolonged as well, by sleeping.
+    With `sleeps`, the time that this thread sleeps is prolonged as well, by sleeping, if it is
+    longer than the time that it computes.
     """
     if factor == 1.0:
         yield

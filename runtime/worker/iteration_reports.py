@@ -63,7 +63,8 @@ class IterationReports:
     ) -> None:
         """Report to the coordinator that this worker has stepped an iteration.
 
-        The first member also reports the step factor, once it is known.
+        If steps need the norm of gradients, the first member also reports the step factor, once it
+        is known.
 
         Parameters
         ----------
@@ -104,7 +105,7 @@ class IterationReports:
         """Wait until the last report is acknowledged, if there is one.
 
         Raises OrderStoppedError if all members stop before the next iteration, and
-        CommunicationError if the generation has ended or no answer comes.
+        CommunicationError if the generation has ended or no answer comes in `ANSWER_SECONDS`.
         """
         # A worker can step an iteration only after all others have sent something of it. So once it
         # steps, their reports of the iteration before have arrived, even those of workers that have

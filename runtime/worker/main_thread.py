@@ -128,8 +128,8 @@ class MainThread:
     def serve(self) -> int:
         """Handle messages until this worker may leave; return the exit status.
 
-        Raises RendezvousError if the coordinator is lost and no other one comes in time, and errors
-        that concern this worker alone.
+        Raises RendezvousError if the coordinator is lost and no other one comes in time, or before
+        a SIGTERM; and all errors after which this worker cannot go on.
         """
         if self._spec.restarted:
             # The worker will most likely play its own role: build its layers while the others
@@ -246,10 +246,7 @@ class MainThread:
         raise RendezvousError(f"{reason}; no other coordinator came within {seconds:g} s")
 
     def _build_recovery_report(self) -> RecoveryReport | None:
-        """Return what a new coordinator has to know.
-
-        If it told this worker to drop its state, that is done here, and None is returned.
-        """
+        """Return what a new coordinator has to know; None if it makes this worker forget."""
         # A coordinator for which this worker comes too late has gone on without its state.
         generation = self._generation
         if self._channel.setup.forget:
@@ -378,7 +375,10 @@ _SPEC = msgspec.json.Decoder(WorkerSpec)
 
 
 def main(task: bytes) -> int:
-    """Run the process that `task`, a `WorkerSpec` in JSON, describes; return its exit status."""
+    """Run the process that `task`, a `WorkerSpec` in JSON, describes; return its exit status.
+
+    Errors are reported to node 0 and written to the log; the status is then 1.
+    """
     spec = _SPEC.decode(task)
     name_process(
         f"worker {format_process_name(spec.worker, spec.rank)}",
@@ -421,7 +421,6 @@ def main(task: bytes) -> int:
 def _join_run(
     spec: WorkerSpec, connect: Connect[ToWorker]
 ) -> tuple[Channel[ToWorker], WorkerSetup]:
-    """Join the run at node 0; return the connection and node 0's answer."""
     # If node 0 dies before it has answered, the next one may come at the same address.
     deadline = time.monotonic() + spec.settings.coordinator_timeout_seconds
     while True:

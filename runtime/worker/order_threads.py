@@ -80,7 +80,7 @@ class OrderThreads:
     ) -> None:
         """Start a thread for an order without this worker: leave `previous`, drop all layers.
 
-        Parts that other workers need are sent to them first.
+        Parts that other workers need are sent to them first. Idle process groups are closed.
         """
         over = self._begin_order()
 
@@ -103,9 +103,10 @@ class OrderThreads:
     def start_finishing(
         self, context: WorkerContext, order: Finish, previous: GenerationRunner | None
     ) -> None:
-        """Start a thread that writes the layers that `order` assigns, and reports their digests.
+        """Start a thread that writes the layers that `order` assigns, and reports digests of all.
 
-        If it cannot get parts of these layers from other workers, it reports `Paused` instead.
+        If it cannot get parts of these layers from other workers, it reports `Paused` instead, or
+        nothing if the next order has come.
         """
         over = self._begin_order()
 
@@ -164,7 +165,7 @@ class OrderThreads:
     def start_thread(
         self, device: torch.device, name: str, work: Callable[[], None]
     ) -> threading.Thread:
-        """Start a thread that runs `work` with `device` as its GPU; errors go to `on_failure`."""
+        """Start a thread with `device` as its GPU; errors but AbandonedError go to `on_failure`."""
 
         def run() -> None:
             try:
@@ -220,10 +221,6 @@ def _connect_ranks(context: WorkerContext, order: Finish) -> GenerationSession |
 
 
 def _write_layers(context: WorkerContext, order: Finish, received: Sequence[PartState]) -> None:
-    """Write drafts of the layers that `order` assigns; report digests and checksums.
-
-    `received` are the parts of these layers that other workers keep.
-    """
     holding = context.layer_store.holding
     # All ranks gather a layer's shards, and the first one writes it.
     for layer, worker in order.writers:

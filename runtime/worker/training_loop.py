@@ -131,7 +131,7 @@ class Evaluation:
     def run(self) -> float:
         """Evaluate with all members; return this worker's part of the mean validation loss.
 
-        Raises CommunicationError, and the errors of `before_op`.
+        Raises CommunicationError, and the errors of `feed` and `before_op`.
         """
         self._exchange.add_iterations(self._iterations)
         total = 0.0
@@ -182,7 +182,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Run iterations until the last, or until all members stop.
 
-        Raises CommunicationError, DataEndedError, VersionError, and OutOfMemoryError of torch.
+        Raises CommunicationError, DataEndedError, BadSampleError, VersionError, and torch's
+        OutOfMemoryError.
         """
         part, context, setup = self._part, self._part.context, self._part.context.setup
         common = setup.common
@@ -305,10 +306,7 @@ class TrainingLoop:
     def _build_evaluation(
         self, slices: WorkerSlices, executor: Executor, weights: LossWeights
     ) -> Callable[[int], float]:
-        """Return a function that evaluates the model after an iteration, on validation data.
-
-        It takes the iteration's number, and returns this worker's part of the loss.
-        """
+        """Return a function of an iteration that evaluates, and returns this worker's part."""
         # What evaluations need is built at the first one, so that no recovery waits for that.
         part, context, evaluations = self._part, self._part.context, list[Evaluation]()
         validation = (

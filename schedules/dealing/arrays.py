@@ -20,8 +20,8 @@ def arrays_of(schedule: Schedule) -> Arrays:
 
     Steps are ops and whole all-reduces. Blocks are replayed one after the other. The compute ops of
     pipelines that share micro-batches form one block. The last block, the tail, has the reductions
-    and optimizer steps. If compute ops follow reductions, all steps are in one block. Raises
-    ValueError if ops wait for each other in a circle.
+    and optimizer steps. If compute ops follow reductions, all steps are in one block, and the tail
+    is empty. Raises ValueError if ops wait for each other in a circle.
     """
     steps, workers = replay_steps(schedule)
     first = list(accumulate(schedule.grid.microbatches, initial=0))
@@ -81,10 +81,7 @@ def _block_of(step: ReplayStep, group_of: Mapping[int, int], tail: int) -> int:
 
 
 def _name_number(step: ReplayStep, first: Sequence[int]) -> int:
-    """Return the number of a step's micro-batch over all pipelines; -1 if it has none.
-
-    `first` has the number of each pipeline's first micro-batch.
-    """
+    """Return the number of a step's micro-batch over all pipelines; -1 if it has none."""
     pipeline, microbatch = step.op.pipeline, step.op.microbatch
     if not step.is_compute or pipeline is None or microbatch is None:
         return -1
@@ -111,10 +108,7 @@ def _cost_kinds(op: Op) -> tuple[OpKind, ...]:
 def _cost_columns(
     schedule: Schedule, steps: Iterable[ReplayStep]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each step its rows of `Arrays.column` and `Arrays.ticks`, joined.
-
-    Each row has two numbers, since B has two costs; other compute ops have one.
-    """
+    """Yield for each step its rows of `Arrays.column` and `Arrays.ticks`, joined."""
     # A sample's costs are a row with index 3 x slice + kind (`COSTS`). Only B has two of them; -1
     # stands for a cost that is missing.
     scaling: dict[tuple[OpKind, int, Worker], tuple[int, int, int, int]] = {}

@@ -58,7 +58,8 @@ def require_costs(costs: object, samples: int, stages: int) -> Costs:
     """Return the costs of samples as an array [samples, stages, 3].
 
     `costs` has the times of F, I and W as multiples of the mean, in this shape or as [samples, 3]
-    for equal stages. Raises CostError for another shape, or unless all are from 0 to `MAX_COST`.
+    for equal stages. The result is read-only, and may share memory with them. Raises CostError for
+    anything but numbers, for another shape, or unless all are from 0 to `MAX_COST`.
     """
     try:
         array = np.asarray(costs, np.float64)
@@ -116,8 +117,8 @@ class Dealer:
         `costs` has the times of F, I and W of each sample as multiples of the mean, [samples, 3] or
         [samples, stages, 3]. The search starts with sample k in micro-batch k (without dealing) or,
         if that is shorter, with pipelines of about equal work. It then tries random swaps of two
-        samples: `swaps` of them, or fewer if time is short. The result is never longer than without
-        dealing. Raises CostError for invalid costs.
+        samples: as many as `affordable_swaps` allows of `swaps`. The result is never longer than
+        without dealing; with 0 `swaps`, nothing is dealt. Raises CostError for invalid costs.
         """
         integer_costs = self._integer_costs(costs)
         pairs = _random_pairs(seed, self.affordable_swaps(swaps), self.samples)
@@ -139,8 +140,9 @@ class Dealer:
         An iteration is measured from the end of the previous one to its own end. For each
         iteration, `costs` has the times of F, I and W of its samples as multiples of the mean
         (`Costs`), and `samples` has the sample of each micro-batch, [iterations, micro-batches].
-        The first iteration starts as planned. Workers do not wait for each other between
-        iterations. Raises CostError for invalid costs.
+        The first iteration starts as planned, and is measured from the last worker's planned start.
+        Workers do not wait for each other between iterations. Raises CostError for invalid costs,
+        and ValueError for unequal numbers of iterations.
         """
         # When each worker is free, from one iteration to the next.
         free = self._arrays.release * UNIT
@@ -173,10 +175,7 @@ class Dealer:
         return whole
 
     def _window_length(self, costs: Ints, sample: Ints) -> int:
-        """Return the longest busy window of a worker, in units of 1 / `UNIT` ticks.
-
-        `sample` has the sample of each micro-batch, and `costs` each sample's factors, by column.
-        """
+        """Return the longest busy window of a worker, in units of 1 / `UNIT` ticks."""
         # Without pairs to swap, this only replays the iteration.
         before, _ = improve_by_swaps(self._arrays, costs, UNIT, np.empty((0, 2), np.int64), sample)
         return int(before)
@@ -205,10 +204,7 @@ class Dealer:
 
 
 def _random_pairs(seed: int, swaps: int, samples: int) -> Ints:
-    """Return random pairs of different numbers below `samples`, [swaps, 2].
-
-    The pairs are equal on all machines. There are none for fewer than two samples.
-    """
+    """Return random pairs of different numbers below `samples`, [swaps, 2], alike everywhere."""
     if samples < 2:
         return np.empty((0, 2), np.int64)
     # The generator's raw numbers are the same with any version of numpy.

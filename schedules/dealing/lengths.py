@@ -22,8 +22,9 @@ MAX_BYTES = 2**28
 def read_lengths(path: Path, context: int | None = None) -> list[list[int]]:
     """Read the lengths of each sample's documents, in tokens, a line per sample.
 
-    Raises CostError if the file cannot be read or has no sample; with the line's number, if a line
-    has another form, or a sample more than `context` tokens (None: no limit).
+    Blank lines are skipped. Raises CostError if the file cannot be read or has no sample; with the
+    line's number, if a line has another form, or a sample more than `context` tokens (None: no
+    limit).
     """
     try:
         lines = read_at_most(path, MAX_BYTES, CostError).decode().splitlines()
@@ -92,8 +93,8 @@ def fit_coefficients(
     """Fit the seconds of an op by a constant plus multiples of `tokens` and `squares`.
 
     For each measured sample, the arguments have its tokens, the sum of the squares of its
-    documents' lengths, and the seconds of the op. The sum of squared relative errors is least, with
-    no coefficient negative (Lawson and Hanson, Solving Least Squares Problems, 1974).
+    documents' lengths, and the seconds of the op, above 0. The sum of squared relative errors is
+    least, with no coefficient negative (Lawson and Hanson, Solving Least Squares Problems, 1974).
     """
     measured = np.asarray(seconds, np.float64)
     rows = np.stack(

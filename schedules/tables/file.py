@@ -355,10 +355,7 @@ def encode_entry(
 
 
 def _stored_text(program: Program) -> tuple[bytes, tuple[int, ...]]:
-    """Return a program's JSON text, and the numbers of the other pipelines that it names.
-
-    The text names each by its index among these numbers.
-    """
+    """Return a program's JSON text, and the other pipelines that it names by index."""
     helped = tuple(dict.fromkeys(op.pipeline for op in program if op.pipeline is not None))
     return msgspec.json.encode(
         with_pipeline_numbers(program, {pipeline: index for index, pipeline in enumerate(helped)})
@@ -389,11 +386,7 @@ _PROGRAM: msgspec.json.Decoder[Program] = msgspec.json.Decoder(Program)
 def _schedule_of(
     entry: TableEntry, basis: Basis, programs: Sequence[bytes | msgspec.Raw]
 ) -> Schedule:
-    """Build the schedule of a table's entry; it may be invalid.
-
-    `basis` has what all entries share, and `programs` all programs of the table, by number. Raises
-    ValueError if those of the entry have more than MAX_OPS ops.
-    """
+    """Build an entry's schedule, perhaps invalid. Raises ValueError and LookupError."""
     down = set(entry.failed)
     live = [worker for worker in basis.grid.workers() if worker not in down]
     # A schedule has its own programs, in the order in which its seats first use them.

@@ -207,8 +207,9 @@ def relabel_schedule(
 
     If `nodes` has the workers of each machine, the holders of a stage are spread over machines as
     far as no more layers are loaded. The result passes `schedules.check` if `schedule` does, and
-    has the same period. Raises ValueError if the number of failed workers differs, or if workers
-    have moved and the failures have another pattern.
+    has the same period. Its lower bound may be less if roles go to faster workers, and is 0 if one
+    goes to a worker with more memory. Raises ValueError if the number of failed workers differs, or
+    if workers have moved and the failures have another pattern.
     """
     down = tuple(sorted(set(failed)))
     if len(down) != len(schedule.failed):
@@ -264,11 +265,7 @@ def renumber_pipelines(schedule: Schedule, failed: Sequence[Worker]) -> dict[int
 def _match_pipelines(
     pipelines: Sequence[int], vacant: Mapping[int, Columns], lost: Mapping[int, Columns]
 ) -> dict[int, int]:
-    """Return new numbers, by old number, that match `vacant` with `lost` columns of pipelines.
-
-    A pipeline whose columns are equal keeps its number. The others get numbers of pipelines that
-    have lost the same columns; for the rest, as many columns as possible coincide.
-    """
+    """Return new numbers, by old number, that match `vacant` with `lost` columns of pipelines."""
     # The pipelines by the columns of their vacant roles, and by those of their failed workers.
     sources, targets = defaultdict(list), defaultdict(list)
     numbers = {}
@@ -307,11 +304,8 @@ def _match_pipelines(
 def _assign_roles(
     schedule: Schedule, numbers: Mapping[int, int], vacant: set[Worker], failed: set[Worker]
 ) -> dict[Worker, Worker] | None:
-    """Return who takes over each failed worker's role, by role; None if impossible.
-
-    `numbers` has pipelines' new numbers, by the old ones, which `schedule` has. All other arguments
-    and the result have new ones. Nobody takes over a role in `vacant`.
-    """
+    """Return who takes over each failed worker's role, by role; None if impossible."""
+    # Only `schedule` has the pipelines' old numbers. Nobody takes over a role in `vacant`.
     # Equal roles and equal workers are counted, not listed: the assignment stays small.
     speed, memory = schedule.times.per_mille_of, schedule.memory
     limits = (memory.capacity_of if memory else None) or ()
@@ -394,10 +388,7 @@ def solve_transport(
 def _with_numbers(
     schedule: Schedule, failed: tuple[Worker, ...], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy with new pipeline numbers; `numbers` has these by old number.
-
-    The workers in `failed`, named by new numbers, are down in the copy.
-    """
+    """Return a copy with new pipeline `numbers`, which the workers in `failed` have already."""
     seats = sorted(
         (
             Seat(
@@ -416,11 +407,7 @@ def _with_numbers(
 def _with_ordered_programs(
     schedule: Schedule, seats: Iterable[Seat], numbers: Mapping[int, int]
 ) -> Schedule:
-    """Return a copy with these seats, and programs with new pipeline `numbers`.
-
-    The seats have the new numbers already. Programs are in the order in which seats first use them;
-    unused ones are left out.
-    """
+    """Return a copy with `seats`, numbered already, and programs with new pipeline `numbers`."""
     order: dict[int, int] = {}
     ordered = tuple(
         msgspec.structs.replace(seat, program=order.setdefault(seat.program, len(order)))
@@ -437,11 +424,7 @@ def _with_players(
     players: Mapping[Worker, Worker],
     nodes: Nodes,
 ) -> Schedule:
-    """Return a copy with new pipeline `numbers`, in which the workers in `failed` are down.
-
-    `numbers` is by old number. `players` has the worker that plays each role, both with new
-    numbers. Some of them then swap roles, so that the holders of a stage are spread over `nodes`.
-    """
+    """Return a copy with new pipeline `numbers` and `players` by role, spread over `nodes`."""
     seats = spread_over_nodes(
         schedule,
         sorted(_reassigned_seats(schedule, numbers, players), key=lambda seat: seat.worker),

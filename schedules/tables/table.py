@@ -95,7 +95,10 @@ class Table:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> Self:
-        """Read a table's folder. Raises TableError if a file is missing, malformed or changed."""
+        """Read a table's folder. Raises TableError if a file is missing, malformed or changed.
+
+        The job file is read only by `job_text`.
+        """
         # Now, because a lookup is urgent.
         preload_solver()
         folder = Path(folder)
@@ -165,8 +168,8 @@ class Table:
         """Return the shortest schedule for these failed workers; None if there is none.
 
         By default, only schedules in which no worker loads a layer are considered. The result is
-        valid: the stored schedule is checked at its first use, and `relabel_schedule` keeps every
-        rule.
+        valid: unless `checked` is False, the stored schedule is checked at its first use, and
+        `relabel_schedule` keeps every rule.
 
         Raises ValueError for a worker outside the grid, and TableError for an entry that cannot be
         used.

@@ -62,7 +62,9 @@ class Bamboo(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Let predecessors run dead workers' stages, or form new pipelines; return the phases.
 
-        Forming pipelines takes longer if some stage has no live predecessor.
+        Forming pipelines takes longer if some stage has no live predecessor. If the job waits, or a
+        restart loses a machine, it restarts from the checkpoint. If nothing is to be done, the
+        phases are `remaining`.
         """
         dead = set(change.removed)
         self._spares = [

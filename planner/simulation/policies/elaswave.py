@@ -40,7 +40,10 @@ class ElasWave(Rerouting):
         self._microbatches = max(self.throughputs.job.microbatches)
 
     def rate(self, down: DownByStage) -> float:
-        """Return the samples per second with layers moved and `down` dead workers of each stage."""
+        """Return the samples per second with layers moved and `down` dead workers of each stage.
+
+        0 if a stage has no live worker.
+        """
         return self._cached_rate(down, migrated=True)
 
     def _cached_rate(self, down: DownByStage, *, migrated: bool) -> float:

@@ -78,7 +78,11 @@ class Malleus(Policy):
         return self.resume_training(self._current_rate())
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Divide layers and micro-batches over the live machines, and return the next phases."""
+        """Divide layers and micro-batches over the live machines, and return the next phases.
+
+        If no live machine holds some layer, or the job waits or is restarting, it restarts from the
+        checkpoint.
+        """
         dead = set(change.removed)
         state_lost = not has_all_layers(self._pipelines.groups, dead)
         self._pipelines.remove_machines(dead)

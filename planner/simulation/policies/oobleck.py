@@ -60,7 +60,8 @@ class Oobleck(Policy):
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> Sequence[Phase]:
         """Form new pipelines if one lost a machine or the job waits; return phases.
 
-        Machines that are added while none dies wait, idle, until one does, unless the job waits.
+        Machines that are added while none dies wait, idle, until one does, unless the job waits. If
+        no live machine holds some layer, the job restarts from the checkpoint.
         """
         dead, pipelines = set(change.removed), self._pipelines
         died = not dead.isdisjoint(pipelines.group_of)
@@ -123,7 +124,7 @@ class Oobleck(Policy):
         return self.rate(list(map(len, self._pipelines.groups)))
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """Return the samples per second of pipelines with these numbers of nodes."""
+        """Return the samples per second of pipelines with these numbers of nodes; 0 without any."""
         lengths = tuple(sorted(size for size in sizes if size))
         return self.throughputs.compute_once(
             (self.name, lengths), lambda: self._compute_rate(lengths)

@@ -31,7 +31,7 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
         T1 = sum of c_i;  T2 = (N - S + k* - 1) c_k*;  T3 = sum of c_i for i >= k*;  N = 4 S
 
-    and N counts micro-batches. The result is exact.
+    and N counts micro-batches. The result is exact. Nodes beyond the number of layers get none.
     """
     stages = min(nodes, len(layers))
     prefix = [0.0, *accumulate(layers)]
@@ -58,11 +58,7 @@ def find_template(layers: tuple[float, ...], nodes: int) -> Template:
 
 
 def _make_stage_counter(prefix: Sequence[float]) -> Callable[[int, int, float], int]:
-    """Return a function that returns the fewest stages for layers `first` to below `last`.
-
-    None of these stages takes more than the third argument, in seconds. `prefix` [layer] has the
-    seconds of all layers before one.
-    """
+    """Return a function (first layer, end, seconds) that counts the fewest stages needed."""
 
     def count_stages(first: int, last: int, seconds: float) -> int:
         # The layers [first, last) are packed greedily, which needs the fewest stages.
@@ -87,7 +83,8 @@ def shortest_iteration_by_length(
     """Return the seconds of the shortest iteration on pipelines of these lengths.
 
     The argument `lengths` has pairs (nodes, number of pipelines with so many), and `layers` the
-    seconds of each layer. Layers are divided within pipelines, micro-batches over them.
+    seconds of each layer. Layers are divided within pipelines, micro-batches over them. All-reduces
+    and optimizer steps do not count.
     """
     pipelines: Counter[Template] = Counter()
     for nodes, count in lengths:

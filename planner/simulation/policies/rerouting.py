@@ -67,7 +67,7 @@ class Rerouting(RatedByStage):
     """
 
     moves_workers: bool = True
-    """True if a live worker may load another stage's parameters."""
+    """True if a live worker may load another stage's parameters from a peer."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -224,10 +224,7 @@ class ReCycle(Rerouting):
         return self.throughputs.recycle_rate(down)
 
     def _plan_phases(self, now: float, stalls: list[Phase], lost_samples: float) -> list[Phase]:
-        """Return pauses from `now` on, then redoing lost samples, then training.
-
-        The pauses are the restarts in `stalls`, a switch, and loading, for which all machines wait.
-        """
+        """Return pauses from `now` on, loading included, then redone samples, then training."""
         stalls = [*(stall for stall in stalls if stall.cause is Cause.RESTART), self.switch]
         if self._is_loading:
             stalls.append(self.load)

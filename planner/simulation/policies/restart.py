@@ -66,11 +66,7 @@ class Restart(Policy):
         return self._phases_until_growth(change.seconds, remaining)
 
     def _phases_until_growth(self, now: float, remaining: Sequence[Phase]) -> Sequence[Phase]:
-        """Return phases with a restart at the next checkpoint if more pipelines are possible.
-
-        Otherwise training goes on as it is. All that is planned in `remaining` before training,
-        such as pauses, comes first.
-        """
+        """Return phases with a restart at the next checkpoint if more pipelines are possible."""
         before = [phase for phase in remaining if phase.cause is not Cause.RUN]
         # the last phase is the planned restart, which is planned again below
         if self._grow_at is not None:

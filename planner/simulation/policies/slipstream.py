@@ -41,10 +41,10 @@ class LeaveOutChoice(NamedTuple):
 class Slipstream(Rerouting):
     """Policy that answers a failure in place, then with layers moved if that pays.
 
-    Training continues while layers move, and while machines that join or change their stage load
-    it. Every machine keeps a stage beside its layers in the rebalanced plan: the stages decide the
-    first answer to the next failure, and which failures lose a stage. So training is never slower
-    than with layers in place.
+    Training continues while layers move and, unless waiting costs less, while machines that join or
+    change their stage load it. Every machine keeps a stage beside its layers in the rebalanced
+    plan: the stages decide the first answer to the next failure, and which failures lose a stage.
+    So training is never slower than with layers in place.
     """
 
     name = "slipstream"
@@ -188,11 +188,7 @@ class Slipstream(Rerouting):
     def _rate_of_best_choice(
         self, stages: StageAssignment, rate: Callable[[DownByStage], float]
     ) -> float:
-        """Return the samples per second with the best choice of slow machines left idle.
-
-        `rate` returns them for the numbers of dead or idle workers by stage. The result is 0 if a
-        stage is lost.
-        """
+        """Return the samples per second with the best choice of idle slow machines, or 0."""
         if self.slow:
             return self._choose_left_out(stages, rate).rate
         return rate(stages.down_by_stage) if not self._has_lost_stage(stages) else 0.0
@@ -287,7 +283,7 @@ class Slipstream(Rerouting):
 
 
 class SlipstreamFixed(Slipstream):
-    """Slipstream, but no live worker ever changes its stage or its layers."""
+    """Slipstream without moved layers; live workers change stages only at a restart."""
 
     name = "slipstream-fixed"
     title = "this planner, no live worker changes its stage"

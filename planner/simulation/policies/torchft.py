@@ -46,7 +46,10 @@ class TorchFT(Policy):
         return self.resume_training(self._rate_for_groups(len(self._groups.groups)))
 
     def on_change(self, change: Change, remaining: Sequence[Phase]) -> list[Phase]:
-        """Drop groups that lost a worker, start new whole ones; return the next phases."""
+        """Drop groups that lost a worker, start new whole ones; return the next phases.
+
+        If no group is left that trains, all restart from the checkpoint.
+        """
         now, dead = change.seconds, set(change.removed)
         if now >= self._restarted_at:
             self._join_restarted_groups()
@@ -78,11 +81,7 @@ class TorchFT(Policy):
         self._ungrouped = [machine for machine in self._ungrouped if machine not in gone]
 
     def _training_phases(self, now: float, broken: bool, remaining: Sequence[Phase]) -> list[Phase]:
-        """Return phases without the starting groups, then with them.
-
-        `broken` says whether a group has just lost a machine. `remaining` has what is left of the
-        phases before.
-        """
+        """Return phases without the starting groups, then with them."""
         running, starting = len(self._groups.groups), len(self._starting.groups)
         rate = self._rate_for_groups(running)
         lost_samples = self.discard_lost_samples(remaining, worker_died=broken)
@@ -145,5 +144,5 @@ class FTHSDP(TorchFT):
 
 
 def _find_training_phase(phases: Sequence[Phase]) -> int:
-    """Return the index of the first phase whose cause is `RUN`, plain training."""
+    """Return the index of the first phase of plain training (`RUN`); 0 without one."""
     return next((index for index, phase in enumerate(phases) if phase.cause is Cause.RUN), 0)

@@ -75,11 +75,7 @@ def divide_by_speed(layers: tuple[float, ...], factors: tuple[float, ...]) -> Te
 def _fill_stages_within(
     prefix: Sequence[float], factors: Sequence[float], seconds: float
 ) -> list[float] | None:
-    """Give each node in turn as many layers as it runs in `seconds`.
-
-    Return the seconds of each node, or None if layers are left. `prefix` has the seconds of the
-    first 0, 1, 2, ... layers, and `factors` the slowdown factor of each node.
-    """
+    """Return each node's seconds if all fill up to `seconds`; None if layers are left."""
     position, stages = 0, []
     # Each node takes as many layers as it has time for.
     for factor in factors:

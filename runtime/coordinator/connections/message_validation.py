@@ -136,7 +136,7 @@ def _find_time_violation(times: Sequence[OpTime]) -> str | None:
 
 
 def make_printable(message: ToCoordinator) -> ToCoordinator:
-    """Return a message whose texts for users are one line of printable characters."""
+    """Return a message whose texts for users are cut, and one line of printable characters."""
     # Else a worker could write control sequences to a user's terminal.
     match message:
         case Note():

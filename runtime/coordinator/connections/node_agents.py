@@ -54,7 +54,7 @@ class NodeAgents:
         return self._connections.keys()
 
     def find_represented_workers(self, connection: Connection) -> Collection[Worker]:
-        """Return the workers of a connection's node; none if its agent has a newer connection."""
+        """Return the workers of a connection's node; none if it is not the node's newest."""
         node = connection.peer
         if not isinstance(node, int) or self._connections.get(node) is not connection:
             return ()
@@ -63,8 +63,9 @@ class NodeAgents:
     def admit_node(self, connection: Connection, join: JoinNode, *, restarted: bool) -> bool:
         """Answer a node agent that joins; return whether it now starts all its workers.
 
-        It does not if it is refused, or brings along the workers that it started before.
-        `restarted` is passed on to the agent: whether the run has continued without its workers.
+        It does not if it is refused and disconnected, if the run has no such node, or if it brings
+        along the workers that it started before. An earlier connection of an admitted node is
+        closed. `restarted` tells the agent whether the run has continued without its workers.
         """
         node, setup, shares = join.node, self._run.setup, self._run.facts.shares
         exists = 0 < node < setup.common.nodes
@@ -127,9 +128,9 @@ class NodeAgents:
     ) -> tuple[IterationReport, ...]:
         """Take a batch of ranks' reports from a node; return workers' reports that it completes.
 
-        Only reports of the node's `workers` count. A worker that reports an impossible value is
-        disconnected. `following` is the iteration to be committed next. `send_answers` answers the
-        agent even if no worker's report is complete.
+        Only reports of the node's connected `workers` count. A worker that reports an impossible
+        value is disconnected. `following` is the iteration to be committed next. `send_answers`
+        answers the agent even if no worker's report is complete.
         """
         self._answers[node], completed = [], list[IterationReport]()
         for rank_report in gathered.reports:
@@ -185,7 +186,8 @@ class NodeAgents:
     async def announce_end(self, error: str | None, *, anew: bool) -> None:
         """Tell all agents that the run has ended, and close their connections.
 
-        `error` says why it ended early; None: it is complete. `anew`: the run starts again.
+        Waits up to `ANNOUNCE_SECONDS` for the agents to disconnect by themselves. `error` says why
+        the run ended early; None: it is complete. `anew`: the run starts again.
         """
         for node in self._connections:
             self.send(node, RunEnded(error, anew))

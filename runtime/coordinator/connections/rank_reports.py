@@ -64,7 +64,11 @@ class RankReports:
     def add_message(
         self, worker: Worker, rank: int, message: ToCoordinator
     ) -> ToCoordinator | None:
-        """Add a rank's message; return the worker's message, or None while ranks are missing."""
+        """Add a rank's message; return the worker's message, or None while ranks are missing.
+
+        Of a `StepValidated`, only that of rank 0 is returned. When all ranks have paused, other
+        uncombined messages of the worker are dropped.
+        """
         # What needs no combination passes at once.
         if self._processes == 1:
             return message
@@ -161,12 +165,8 @@ def _combine_ready(first: Ready, reports: Sequence[Ready]) -> Ready:
 
 
 def _combine_statuses(first: WorkerStatus, statuses: Sequence[WorkerStatus]) -> WorkerStatus:
-    """Return one status for a worker from those of its ranks, `statuses`.
-
-    It is that of the first busy rank, named if no other is busy. If all wait, it is `first`,
-    awaiting all workers that any rank awaits.
-    """
-    # The others may wait for the busy rank, inside a layer.
+    """Return the first busy rank's status or, if all wait, `first`, with all awaited."""
+    # The others may wait for the busy rank, inside a layer. It is named if no other is busy.
     busy_ranks = [rank for rank, status in enumerate(statuses) if not status.waits]
     if busy_ranks:
         alone = len(busy_ranks) == 1
@@ -201,11 +201,7 @@ def _combine_checksums(by_rank: Sequence[Sequence[Checksum]]) -> tuple[Checksum,
 
 
 def _combine_paused(first: Paused, reports: Sequence[Paused]) -> Paused:
-    """Combine the reports of a pause by the ranks of a worker.
-
-    Of `reports`, sorted by arrival, the first with a reason has the cause. What does not differ
-    between ranks is that of `first`, the report of the first rank.
-    """
+    """Combine the ranks' reports of a pause, sorted by arrival; `first` is rank 0's."""
     # The first reason is the cause: later ranks only lost their connections to that one.
     cause = next((report for report in reports if report.reason is not None), first)
     return replace(

@@ -54,7 +54,7 @@ class Server:
         Function that is called with each message of a connection, and with None when the connection
         of an identified peer has ended.
     say
-        Function that is called with a line about a connection that was cut off.
+        Function that is called with lines about connections that were cut off (`RefusalLog`).
     most_unknown
         Number of connections that may be open without an identified peer; if there are more, the
         oldest is closed.
@@ -71,7 +71,7 @@ class Server:
         self._open: set[Connection] = set()
 
     def add_connection(self, connection: "Connection") -> None:
-        """Add a connection that has just been opened, whose peer is not identified yet."""
+        """Add a connection just opened; if too many are unidentified, cut off the oldest."""
         self._open.add(connection)
         self._unknown[connection] = None
         if len(self._unknown) > self._most_unknown:
@@ -88,7 +88,7 @@ class Server:
         self._open.discard(connection)
 
     def abort_all(self) -> None:
-        """Abort all open connections, so that late peers notice that the run is over."""
+        """Abort open connections that are not closing yet, so that late peers notice the end."""
         for connection in list(self._open):
             if not connection.is_closing:
                 connection.abort()
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         """True if the connection has ended and all its messages have been handled."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the greeting, and wait for the first message, which identifies the peer."""
+        """Send the greeting; cut off a peer that is not identified within `HELLO_SECONDS`."""
         self._transport = cast(asyncio.Transport, transport)
         host, port, *_ = transport.get_extra_info("peername") or ("an unknown address", 0)
         self._address = f"{host}:{port}"
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, message: Frame) -> None:
-        """Send a message with the next write; cut off a peer that does not read."""
+        """Send a message with the next write, unless closing; cut off a peer not reading."""
         # One system call writes all, as calls are expensive.
         if not self.is_closing:
             assert self._tags is not None
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def cut_off(self, why: str) -> None:
-        """End the connection at once, and report the reason `why` to users."""
+        """End the connection at once, unless it is closing; report the reason `why` to users."""
         self._stop_hello_timer()
         # A line for users: who it is, as far as that is known, and why.
         if self._transport is not None and not self._transport.is_closing():
@@ -243,12 +243,10 @@ class Connection(asyncio.Protocol):
 
 
 def _can_send(peer: Worker | int, message: ToCoordinator) -> bool:
-    """Return whether a worker or a node's agent may send a message.
-
-    `peer` is the worker, whose messages may name no other one, or the agent's node.
-    """
+    """Return whether `peer`, a worker or the node of an agent, may send a message."""
     if isinstance(peer, int):
         return type(message) in _FROM_NODE_AGENT
+    # A worker may name no other one.
     return type(message) in _FROM_WORKER and getattr(message, "worker", peer) == peer
 
 

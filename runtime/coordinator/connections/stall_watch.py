@@ -117,12 +117,12 @@ class StallWatch:
         self._statuses: dict[Worker, WorkerStatus] = {}
 
     def restart_timeout(self) -> None:
-        """Restart the timeout, because an iteration was committed or an order was given."""
+        """Restart the timeout after a commit or an order; drop what members were asked."""
         self._since = self._from = time.monotonic()
         self._asked = None
 
     def add_status(self, status: WorkerStatus) -> None:
-        """Record the status with which a member has answered."""
+        """Record the status with which a member has answered, unless none is awaited."""
         if self._asked is not None:
             self._statuses[status.worker] = status
 
@@ -131,9 +131,9 @@ class StallWatch:
     ) -> StallReport | None:
         """Ask members what they do if nothing is committed for long; return their answers.
 
-        Must be called every `interval_seconds`. After asking, calls return None until all members
-        have answered or had the time to; that call returns the answers. `planning` says whether
-        all members wait for a schedule.
+        Must be called every `interval_seconds`. Calls return None until, after asking, all members
+        have answered or had the time to; that call returns the answers, and the timeout begins
+        anew. `planning` says whether all members wait for a schedule.
         """
         now = time.monotonic()
         # A call that comes much too late: this process was not scheduled, which does not count.

@@ -76,8 +76,8 @@ class WorkerConnections:
     def admit_process(self, connection: Connection, message: JoinWorker) -> bool:
         """Add the connection of a worker's process, or close it; return whether it was added.
 
-        It is closed if the process is of another run, was given up, or is not of the grid, or if
-        another process is still connected in its place.
+        It is closed if the process is of another run or was given up (it is then told to leave), is
+        not of the grid, or if another process is still connected in its place.
         """
         worker, epoch = message.worker, self._run.setup.epoch
         if message.epoch and (message.epoch >= epoch or self._run.behind is None):
@@ -103,7 +103,10 @@ class WorkerConnections:
         return True
 
     def send(self, worker: Worker, message: msgspec.Struct) -> None:
-        """Send a message to all processes of a worker that are connected."""
+        """Send a message to all processes of a worker that are connected.
+
+        After `Leave`, the worker may be silent, and its end counts as no loss.
+        """
         if isinstance(message, Leave):  # its end is expected
             self._given_up.add(worker)
             for connection in self._connections.get(worker, {}).values():
@@ -151,7 +154,8 @@ class WorkerConnections:
         """Kill and give up each worker of which a process missed the heartbeat timeout.
 
         All other workers of its machine are given up, too, if each was silent for `SILENT_SHARE` of
-        the timeout, unless this process runs on that machine.
+        the timeout, unless one of them is of node 0. Times at which this process did not run do not
+        count.
         """
         # Time in which this process was not scheduled, so that it could not have read any message,
         # does not count. One interval does nevertheless; otherwise a silent worker would never be
@@ -179,7 +183,7 @@ class WorkerConnections:
             self.give_up_worker(worker, f"worker {worker} stopped answering", silent[worker])
 
     def give_up_worker(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Count a worker as lost, though its process may still run.
+        """Disconnect a worker and count it as lost, though its process may still run.
 
         `since` is the time of `time.monotonic` at which it last sent anything; 0.0: unknown.
         """
@@ -201,7 +205,8 @@ class WorkerConnections:
     def handle_disconnect(self, connection: Connection) -> bool:
         """Mark an ended connection, its messages handled, as over; return whether it was in use.
 
-        False if it is not a worker's, or is no longer the one kept for the worker's rank.
+        False if it is not a worker's, or is no longer the one kept for the worker's rank. With the
+        last connection of a worker whose process has ended, that end is handled.
         """
         worker = connection.peer
         if not isinstance(worker, Worker) or not self._is_current(connection):
@@ -212,7 +217,7 @@ class WorkerConnections:
         return True
 
     def handle_node_loss(self, node: int) -> None:
-        """Give up all workers of a node whose agent is gone: they end with it."""
+        """Give up a lost node's workers, which end with it; only disconnect unready ones."""
         for worker in self._processes.get_node_workers(node):
             if self._is_watched(worker):
                 self.give_up_worker(worker, f"worker {worker} is gone with node {node}")
@@ -220,7 +225,7 @@ class WorkerConnections:
                 self._close_worker(worker)
 
     def handle_process_end(self, ended: WorkerEnded) -> None:
-        """Handle the end of a worker's process, once its last messages have been handled."""
+        """Handle a worker's end after its last messages, or after `DRAIN_SECONDS`."""
         # Its last messages may still be on the way, and tell why it ended.
         if ended.worker in self:
             self._ended[ended.worker] = ended
@@ -236,10 +241,7 @@ class WorkerConnections:
             self._close_worker(worker)
 
     def _find_lost_with(self, worker: Worker, silent: Collection[Worker]) -> list[Worker]:
-        """Return the others on a lost worker's machine, if all of them are in `silent`.
-
-        The result is empty, too, if one of them or the lost one is a worker of node 0.
-        """
+        """Return all others on a lost worker's machine if all are `silent`, none here."""
         # The machine of this process is excepted, because this process would be gone as well.
         others = [
             other
@@ -279,10 +281,7 @@ class WorkerConnections:
         self._processes.handle_worker_end(ended)
 
     def _mark_lost(self, worker: Worker, reason: str, since: float = 0.0) -> None:
-        """Close a worker's connections and report it as lost.
-
-        `since` is the time of `time.monotonic` at which it last sent anything; 0.0: unknown.
-        """
+        """Close a worker's connections and report it as lost; `since` as in `give_up_worker`."""
         self._close_worker(worker)
         # No connection is left whose end would lead to the handling of the process's end.
         ended = self._ended.pop(worker, None)

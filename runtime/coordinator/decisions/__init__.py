@@ -1,7 +1,7 @@
 """Decide what each event changes in the state of a run, and which effects follow.
 
-Nothing here waits, opens a connection, or reads a clock. Only `failover` reads a file, before the
-first event.
+Nothing here waits or opens a connection. Only `failover.read_journal` reads a file and clocks,
+before the first event.
 
     transition            what each event changes and triggers: a function of state and event
     run_state             immutable state of the run; builder of the next state

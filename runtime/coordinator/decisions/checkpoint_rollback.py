@@ -27,7 +27,7 @@ CHECKPOINT_ANSWER_SECONDS = 30.0
 
 
 def describe_lost_layer(step: TransitionBuilder, missing: int) -> str:
-    """Return a sentence that explains why no worker holds all of layer `missing`."""
+    """Return a clause that explains why no worker holds all of layer `missing`."""
     state, placement = step.state, step.rules.placement
     reasons = describe_layer_loss(
         state.lost, missing, state.grid, placement, state.members, state.waiting_workers
@@ -48,10 +48,11 @@ def order_rollback(step: TransitionBuilder, why: str) -> None:
     """Order the return to the newest readable checkpoint, or to the beginning.
 
     First all workers are asked which checkpoints they can read, and then a schedule is requested.
-    While an answer is missing, nothing is ordered, and the caller must call again. `why` tells
-    users the reason. A run that was told to end leaves instead, unless its state is in doubt.
-    Raises RunError if no worker is left, no checkpoint can be read, or there is no schedule, and
-    PlannerFailedError if another attempt may find one.
+    While an answer is missing (that of a worker for at most `CHECKPOINT_ANSWER_SECONDS`), nothing
+    is ordered, and the caller must call again. `why` tells users the reason. A run that was told to
+    end leaves instead, unless its state is in doubt. Raises RunError if no worker is left, no
+    checkpoint can be read, or there is no schedule, and PlannerFailedError if another attempt may
+    find one.
     """
     state, placement, partition = step.state, step.rules.placement, step.rules.partition
     everyone, first = state.available_workers, state.log.next_iteration
@@ -143,8 +144,8 @@ def assign_layer_readers(
 ) -> Mapping[Worker, tuple[int, ...]]:
     """Return the layers that each of `readers` reads from a checkpoint.
 
-    `needs` has the layers that each worker must hold. A reader reads all that it needs, and a share
-    of the layers that no reader needs.
+    `needs` has the layers that each worker must hold. A reader in it reads all that it needs, and a
+    share of the layers that no reader needs; other readers are left out.
     """
     # Reading what it needs itself, a worker waits for no other.
     reads = {reader: sorted(needs[reader]) for reader in sorted(readers) if reader in needs}

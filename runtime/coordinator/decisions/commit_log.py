@@ -1,9 +1,10 @@
 """Combine the reports of workers into committed iterations, losses, times and digests.
 
-An iteration is committed when every member has stepped it, the copies of state on which it ran are
-equal where compared, and, if steps depend on the gradients of all stages, its factor is known
-(`runtime.state.step_factors`). A committed iteration is never undone, unless the run goes back to a
-checkpoint. A member that has also stepped the next iteration can go back by one step.
+An iteration is committed when every member has stepped it, its loss is finite (or `CommitLog.skips`
+is set), copies of state and samples are equal where compared, and, if steps depend on the gradients
+of all stages, its factor is known (`runtime.state.step_factors`). A committed iteration is never
+undone, unless the run goes back to a checkpoint. A member that has also stepped the next iteration
+can go back by one step.
 """
 
 import math
@@ -44,7 +45,7 @@ class CommittedIteration(msgspec.Struct, frozen=True, kw_only=True):
     gradient_norm: float | None
     """Norm of all gradients before clipping; None if it was not finite."""
     evaluation: float | None
-    """Validation loss after the iteration; None if it was not evaluated."""
+    """Validation loss after the iteration; None if it was not evaluated, or is not finite."""
     cost_error: float | None
     """Root mean square of the relative errors of expected op times; None without any."""
     reports: Sequence[IterationReport] = ()
@@ -164,8 +165,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     ) -> tuple["CommitLog", list[CommittedIteration]]:
         """Return the log after `reports`, and the iterations that these commit.
 
-        Reports of other orders are ignored. If a loss is not finite, neither its iteration nor a
-        later one is committed; if the log has `skips`, both may be.
+        Reports of other orders or of committed iterations are ignored. If a loss is not finite and
+        the log has no `skips`, or if copies or samples differ, neither that iteration nor a later
+        one is committed.
         """
         by_iteration, difference = dict(self.reports), self.difference
         nonfinite = self.nonfinite
@@ -193,7 +195,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     def with_factor(
         self, order: int, factor: StepFactor
     ) -> tuple["CommitLog", list[CommittedIteration]]:
-        """Return the log with an order's step factor, and the iterations that this commits."""
+        """Return the log with a factor, unless of another order, and what it commits."""
         if order != self.order:
             return self, []
         # No worker can go back by more than one step, so older factors are not needed.
@@ -205,7 +207,7 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, factors={**factors, factor.iteration: factor.factor})._with_committed()
 
     def with_finished(self, report: Finished) -> "CommitLog":
-        """Return the log with a member's final digests; raise CommitLogError if they differ."""
+        """Return the log with a member's final digests; raise CommitLogError if peers' differ."""
         digests = self.digests
         for name, digest in report.digests.items():
             if name not in digests:
@@ -221,9 +223,9 @@ class CommitLog(msgspec.Struct, frozen=True, kw_only=True):
     ) -> float | None:
         """Return the median over iterations of the longest busy window, in seconds.
 
-        Of the last committed iterations, those from `first` up to, but not including, `end` count
-        (None: no limit), without the first of these unless it is the only one. Returns None if
-        there is none.
+        Of the last committed iterations (`MIN_KEPT_WINDOWS` or more), those from `first` up to, but
+        not including, `end` count (None: no limit), without the first of these unless it is the
+        only one. Returns None if there is none.
         """
         windows = self._windows_between(first, end)
         windows = windows[1:] or windows  # the first one warms up

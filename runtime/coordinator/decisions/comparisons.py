@@ -146,10 +146,7 @@ def find_sample_difference(
 def _compare_readers(
     iteration: int, what: str, digests: Mapping[Worker, frozenset[str]]
 ) -> SampleDifference | None:
-    """Return how digests of `what` (words for the data) differ between workers.
-
-    None if each worker has one digest, and all are equal.
-    """
+    """Return how digests of `what` differ; None if each worker has only the same."""
     counts = Counter(digests.values())
     if len(counts) == 1 and all(len(digest) == 1 for digest in counts):
         return None

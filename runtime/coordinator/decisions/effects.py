@@ -7,7 +7,8 @@ Besides the classes below, the following objects are effects:
 - a request (`ScheduleRequest`, `slow_workers.SpeedRequest`): find the answer, which arrives as an
   event, because planning takes seconds;
 - a `SpeedEvent`, a `Recovery` or a string: report it to users;
-- a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses.
+- a committed iteration (`commit_log`), or the result of a failover (`failover`): write the losses,
+  and start workers that are due.
 """
 
 import hashlib
@@ -57,7 +58,10 @@ DIGEST_CHARACTERS = 16
 """Length of the digest by which events name a schedule."""
 
 SchedulerAtSpeeds = Callable[[tuple[Worker, ...], Speeds], Schedule]
-"""Function that returns the schedule without given workers at given speeds."""
+"""Function that returns the schedule without given workers at given speeds.
+
+It raises NoScheduleError if there is none.
+"""
 
 
 class ScheduleRequest(NamedTuple):
@@ -95,7 +99,10 @@ class PreparedSchedule(NamedTuple):
 
 
 def prepare_schedule(schedule: Schedule, parts: DividedSchedule) -> PreparedSchedule:
-    """Encode a schedule, and compute its digest; `parts` has the shares that workers receive."""
+    """Encode a schedule, and compute its digest; `parts` has the shares that workers receive.
+
+    Raises ScheduleError if the schedule is too large for a file.
+    """
     text = encode(schedule)
     return PreparedSchedule(schedule, text, compute_schedule_digest(text), parts)
 

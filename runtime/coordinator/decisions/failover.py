@@ -68,7 +68,7 @@ class FailoverResult:
     factor: StepFactor | None
     """Step factor of the last committed iteration; None: no worker knows it."""
     kept: Mapping[Worker, HeldState]
-    """State with which each found worker can continue after `committed`; empty: with none."""
+    """State with which each found member can continue after `committed`; empty: with none."""
     missing: tuple[Worker, ...]
     """Members of the last order that were not found."""
     doubted: bool
@@ -140,8 +140,8 @@ class RejoiningPhase(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the search for workers is over at time `at`.
 
         The search is over if only members in `gone` are missing, or if too long has passed since
-        the last worker was found. Raises NoLiveWorkerError if none is found within
-        `FIRST_WORKER_SECONDS`.
+        the last worker was found. Raises NoLiveWorkerError if none is found, or none is left,
+        after `FIRST_WORKER_SECONDS`.
         """
         if not self.reports and at - self.began > FIRST_WORKER_SECONDS:
             raise NoLiveWorkerError(
@@ -241,7 +241,10 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Event of the last complete checkpoint; None if there is none."""
 
     def with_event(self, event: Event) -> "Journal":
-        """Return the journal after an event; a run's first order begins a new journal."""
+        """Return the journal after an event; a run's first order begins a new journal.
+
+        Its times are those of the events, in seconds since 1970.
+        """
         match event:
             case OrderGiven(order=1):
                 # Earlier events belong to another run in the same folder.
@@ -270,7 +273,7 @@ EMPTY_JOURNAL = Journal()
 
 
 def read_journal(folder: Path) -> Journal:
-    """Return the journal of a run's folder, with times of `time.monotonic`; empty without one."""
+    """Return the journal of a run's folder, with times of `time.monotonic`; empty if unreadable."""
     # A crash may have left half a line.
     journal = EMPTY_JOURNAL
     with suppress(OSError):

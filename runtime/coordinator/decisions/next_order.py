@@ -42,8 +42,9 @@ from slipstream.schedules.schedule import NoScheduleError, Worker
 def issue_next_order(step: TransitionBuilder) -> None:
     """Give the next order: to train, to finish or to leave.
 
-    If the order's schedule is not known yet, request it; the answer leads to another call. Raises
-    RunError if the run cannot continue, and PlannerFailedError if the planner itself failed.
+    If the order's schedule is not known yet, requests it; the answer leads to another call. Members
+    with wrong copies or samples are given up first, before any order. Raises RunError if the run
+    cannot continue, and PlannerFailedError if the planner itself failed.
     """
     # Nothing is ordered before members with wrong copies are lost.
     if _give_up_faulty(step):
@@ -177,11 +178,7 @@ def _issue_train_order(step: TransitionBuilder, untouched: bool) -> None:
 
 
 def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
-    """Release members that have a signal to end; return whether an order can follow now.
-
-    If the others could not go on, the run is stopped instead. `untouched` says that the run has
-    committed no iteration yet.
-    """
+    """Release members that have a signal to end; return whether an order can follow now."""
     # If none would remain, or no schedule exists for the others, the whole run is stopped instead.
     state = step.state
     staying = state.members - state.leaving
@@ -203,10 +200,7 @@ def _try_release(step: TransitionBuilder, untouched: bool) -> bool:
 
 
 def _stop_if_nobody_stays(step: TransitionBuilder) -> bool:
-    """Stop the run if all live workers have a signal to end.
-
-    Returns whether the run is to stop, for this reason or another.
-    """
+    """Stop the run if all live workers are to end; return whether it stops."""
     if step.state.leaving.issuperset(step.state.live):
         step.update_state(stopping=True)
     return step.state.stopping
@@ -236,11 +230,7 @@ def _find_speed_schedule(step: TransitionBuilder) -> PreparedSchedule | None:
 
 
 def _find_next_schedule(step: TransitionBuilder, untouched: bool) -> PreparedSchedule | None:
-    """Return the schedule of an order that no fetch prepared; None while it is planned.
-
-    With `untouched`, no iteration is committed yet. Raises RunError if there is no schedule, and
-    PlannerFailedError if the planner itself failed.
-    """
+    """Return the schedule of an order that no fetch prepared; None while it is planned."""
     # If members can train without the workers that wait to join, the schedule is for members only;
     # the others fetch their layers meanwhile.
     state = step.state
@@ -267,7 +257,7 @@ def _find_schedule_for(
 
 
 def prepare_changes(step: TransitionBuilder, phase: TrainingPhase) -> None:
-    """Take the next steps towards joins, moved layers, stops and checkpoints while all train."""
+    """Prepare joins, moved layers, stops and checkpoints while all train, unless told to stop."""
     if phase.ended:
         return
     # One change at a time: joins come first, then missing copies of state, then better schedules.
@@ -309,10 +299,7 @@ def _begin_fetch(
 
 
 def _plan_join(step: TransitionBuilder) -> bool:
-    """Start a fetch for waiting workers, if a schedule with them is known.
-
-    Returns True if that schedule is still being planned.
-    """
+    """Start a fetch for waiting workers; return whether its schedule is still being planned."""
     # The workers continue to wait if there is no schedule, or if it has nothing for them to do.
     state = step.state
     # Is anybody waiting, and no change pending that has to be made first?

@@ -137,11 +137,7 @@ def _is_whole(schedule: Schedule) -> bool:
 def _is_rebalanced(
     step: TransitionBuilder, schedule: Schedule, join: LayerFetch | None, *, restores: bool
 ) -> bool:
-    """Return whether the next order, by `schedule`, counts as rebalanced.
-
-    `join` is the fetch made for it (None: there was none), and `restores` says whether it reads a
-    checkpoint.
-    """
+    """Return whether the next order, by `schedule`, counts as rebalanced."""
     # With all workers, only moves between members count, as when one is slow: the first schedule
     # may have other layers than the stages. With fewer workers, layers that moved before the last
     # death do not count.
@@ -164,11 +160,7 @@ def _open_order(
     *,
     restores: bool,
 ) -> None:
-    """Record in the state that a new order begins, with the schedule `prepared`.
-
-    The order makes the change `join` (None: no such change was prepared). The ranges in `cut_for`
-    keep the partition made for the members given there. `restores`: the order reads a checkpoint.
-    """
+    """Record in the state that a new order begins, with the schedule `prepared`."""
     before, schedule = step.state, prepared.schedule
     members = frozenset(schedule.seat_of)
     order, first = before.order + 1, before.log.next_iteration
@@ -240,7 +232,8 @@ def _send_shares(step: TransitionBuilder, parts: DividedSchedule) -> None:
 def send_end_order(step: TransitionBuilder, *, doubted: bool = False) -> None:
     """Tell all members to stop the current order at once, unless they were told before.
 
-    `doubted` says that the members' state cannot be trusted; they are then told in any case.
+    `doubted` says that the members' state cannot be trusted; they are then told again. Does nothing
+    unless the order is one to train.
     """
     # Another coordinator may have to learn from members that their state is in doubt.
     state = step.state
@@ -282,7 +275,7 @@ def send_finish_order(step: TransitionBuilder) -> None:
 
 
 def send_leave(step: TransitionBuilder, why: str | None = None) -> None:
-    """Tell all workers to leave.
+    """Tell all workers to leave, which ends the run.
 
     Unless `why` is None, users learn that no checkpoint is written, and why.
     """
@@ -309,10 +302,7 @@ ScheduleAttempt = Callable[[], PreparedSchedule | None]
 def find_initial_schedule(
     step: TransitionBuilder, live: Collection[Worker]
 ) -> PreparedSchedule | None:
-    """Return the schedule for `live` workers before the first step; None: being planned.
-
-    Raises NoScheduleError or RunError if there is none.
-    """
+    """Return the schedule for `live` workers before the first step; None: being planned."""
     # Any schedule will do, because each worker can still build every layer.
     return _try_in_order(_attempt_whole_stages(step, live), _attempt_from_checkpoint(step, live))
 
@@ -339,10 +329,7 @@ def find_immediate_schedule(
 def find_joining_schedule(
     step: TransitionBuilder, live: Collection[Worker]
 ) -> PreparedSchedule | None:
-    """Return the schedule for `live`, the members and the workers that join.
-
-    None if it is still being planned. Raises NoScheduleError if there is none.
-    """
+    """Return the schedule for `live`, members and workers that join; None: being planned."""
     layers_of = step.state.find_held_layers(step.rules.placement)
     holders = _convert_held_layers(step, live, layers_of)
     return _choose_by_layer_policy(step, live, lambda: _request_rebalanced(step, holders))
@@ -364,11 +351,7 @@ def find_rebalanced_schedule(step: TransitionBuilder) -> PreparedSchedule | None
 def _choose_by_layer_policy(
     step: TransitionBuilder, live: Collection[Worker], moved: ScheduleAttempt
 ) -> PreparedSchedule | None:
-    """Return a schedule with whole stages or, failing that, the one of `moved`.
-
-    None: it is being planned. In `moved`, layers may move; runs that move layers to better
-    schedules try it first.
-    """
+    """Return a schedule with whole stages, or that of `moved`, in which layers may move."""
     # In runs that move layers to better schedules, `moved` comes first.
     whole = _attempt_whole_stages(step, live)
     if step.rules.move_cost is None:
@@ -423,11 +406,7 @@ def _request_schedule(
 
 
 def _try_in_order(*attempts: ScheduleAttempt) -> PreparedSchedule | None:
-    """Return the result of the first attempt that raises no NoScheduleError.
-
-    None: the schedule is being planned. If all raise, the error raised has all their messages; it
-    is a PlannerFailedError if one of theirs is.
-    """
+    """Return the result of the first attempt that raises no NoScheduleError."""
     # If all raise, users see all messages; after a planner that failed, another try may succeed.
     errors = list[NoScheduleError]()
     for attempt in attempts:
@@ -466,8 +445,14 @@ def describe_layer_loss(
 ) -> str:
     """Return the reasons why no worker holds `layer`, separated by commas; empty if not known.
 
-    `losses` has all lost workers, `members` those of the current order, and `ready` the connected
-    workers that wait to join.
+    Parameters
+    ----------
+    losses
+        All lost workers.
+    members
+        Members of the current order.
+    ready
+        Connected workers that wait to join.
     """
     # The layer may have been held by workers of its stage, or by others that it had moved to.
     columns = {

@@ -101,7 +101,7 @@ class PartitionPlanner:
         For each such range, the result has the members for which the partition was made; `cut_for`
         has the same for `present`, the schedule before the loss. `keepers` has what workers hold: a
         range keeps its partition if those that `schedule` leaves it hold all their parts of it, but
-        not all those of a new one.
+        not all those of a new one. Unless state is sharded, the result is empty.
         """
         if not self.sharded:
             return NO_PREVIOUS_OWNERS
@@ -124,11 +124,7 @@ class PartitionPlanner:
         cut_for: OriginalMembers,
         keepers: HeldStateByWorker,
     ) -> bool:
-        """Return whether each member keeps all its parts of its ranges of layers.
-
-        `ranges` has the members of each range, and `keepers` what each worker keeps. A range in
-        `cut_for` has the parts of its partition for the original members named there.
-        """
+        """Return whether each member of `ranges` keeps all its parts, partitioned by `cut_for`."""
         # An earlier partition cannot be continued if too many of its members are lost.
         try:
             cuts = _group_by_member(self._partition_ranges(ranges, cut_for))
@@ -312,10 +308,7 @@ class _FetchedParts:
 
 
 class _MoveSources:
-    """Generator of moves of layers' elements, from the workers that keep them.
-
-    Of several keepers of an element, the one with the fewest elements to send so far sends it.
-    """
+    """Generator of moves of layers' elements, from the keepers that send the fewest so far."""
 
     def __init__(self, keepers: HeldStateByWorker) -> None:
         self._kept = _group_by_layer(keepers)

@@ -64,7 +64,7 @@ class PersistentSeries(Mapping[int, float]):
         self._size = len(self._values)
 
     def with_entry(self, key: int, value: float) -> "PersistentSeries":
-        """Return a version with one more entry, whose key follows the last one."""
+        """Return a version with one more entry, whose key follows the last one, if any."""
         if not self._size:
             return PersistentSeries([value], key)
         assert key == self._first + self._size, "keys are consecutive"

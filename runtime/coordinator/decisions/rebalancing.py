@@ -33,7 +33,7 @@ PRIOR_SECONDS = 3600.0
 DEFAULT_PAUSE_SECONDS = 0.3
 """Assumed duration of a change of schedules if none has been measured yet."""
 DEFAULT_BYTES_PER_SECOND = 1e9
-"""Assumed bandwidth between two workers if none is given."""
+"""Assumed total bandwidth of each worker if none between workers is given."""
 MIN_GAIN_SHARE = 0.01
 """Smallest gain for which layers move, as a share of the period. Plans are no more exact."""
 
@@ -53,7 +53,7 @@ class MoveCost:
     layer_bytes: Sequence[int]
     """Bytes of parameters, buffers and optimizer state of each layer of the model."""
     bytes_per_second: float | None
-    """Bandwidth from each worker to each other one; None: not limited."""
+    """Configured bandwidth from each worker to each other one; None: not limited."""
 
 
 class RebalancingPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +89,14 @@ class RebalancingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     ) -> bool:
         """Return whether moves pay before the next failure; report the figures as effects in `to`.
 
-        `old` and `new` are the periods before and after the moves, and `pause` is the duration of
-        the last recovery (None: there was none), all in seconds.
+        A gain of at most `MIN_GAIN_SHARE` of the period does not pay.
+
+        Parameters
+        ----------
+        old, new
+            Periods before and after the moves, in seconds.
+        pause
+            Duration of the last recovery, in seconds; None: there was none.
         """
         # Layers are fetched first, while all train by the old schedule.
         size, seconds = self._estimate_transfer(moves)
@@ -180,7 +186,10 @@ class LayerFetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of fetches of layers: the change that they prepare, and how many have failed."""
+    """State of fetches of layers: the change that they prepare, and how many have failed.
+
+    Reports about another fetch than the pending one change nothing.
+    """
 
     number: int = 0
     """Number of the last fetch of layers, which the workers' answers name."""

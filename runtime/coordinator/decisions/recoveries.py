@@ -1,10 +1,10 @@
 """Measure how long changes of members take, and find who causes empty orders.
 
-Empty orders end without a commit because workers cannot reach each other. A link that never works
-makes every order fail whose members need it, and all other members stand still meanwhile. Each
-member that fails names whom it could not reach. The worker that is named most often is given up: at
-first only if it has committed nothing since it joined, any other member only after many orders, as
-a network may be down for a minute.
+Empty orders end with an error before any commit, mostly as workers cannot reach each other. A link
+that never works makes every order fail whose members need it, and all other members stand still
+meanwhile. Each member that fails names whom it could not reach. The worker that is named most often
+is given up: at first only if it has committed nothing since it joined, any other member only after
+many orders, as a network may be down for a minute.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     """Number of workers that take part after the change."""
     seconds: float
-    """Seconds from the first death (else from when all had stopped) until all had begun."""
+    """Seconds from the first cause (without one: when all paused) until all had begun."""
     broken: str | None = None
     """Cause other than a death, such as a broken connection; None: there was none."""
     meanwhile: int = 0
@@ -81,7 +81,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     began: float | None = None
     """Time at which the present recovery began; None: there is none."""
     ordered_at: float = 0.0
-    """Time of the last order."""
+    """Time of the last order to train."""
     deaths: tuple[tuple[Worker, str], ...] = ()
     """Members lost since the last recovery ended, each with the reason."""
     # Fields of the next `Recovery`.
@@ -101,7 +101,10 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
     """All recoveries so far, in order."""
 
     def with_loss(self, worker: Worker, reason: str, since: float) -> "RecoveryClock":
-        """Return the clock after the loss of a member, which did not respond since `since`."""
+        """Return the clock after the loss of a member, which did not respond since `since`.
+
+        The recovery counts from then, but not from before the last order.
+        """
         # Until the last order, nobody waited for this member.
         since = max(since, self.ordered_at)
         return replace(
@@ -164,7 +167,7 @@ class RecoveryClock(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_end(self, iteration: int, live: int, at: float) -> "RecoveryClock":
-        """Return the clock after a recovery, ended when `live` members begin `iteration`."""
+        """Return the clock after a recovery, if one ends as `live` members begin `iteration`."""
         # Orders that begin a run, or only follow from changes of speed, end no recovery.
         if self.began is None:
             return self
@@ -290,9 +293,9 @@ class EmptyOrders(msgspec.Struct, frozen=True, kw_only=True):
     def find_culprit(self, members: Collection[Worker]) -> Worker | None:
         """Return the member to give up after too many empty orders; None without one.
 
-        The member that was named most often is given up, after fewer orders if it has joined since
-        the last commit. Returns None if all members have been named equally often, or most have
-        failed alone: then none is more likely at fault than the others.
+        The member that was named most often is given up (the last of several), after fewer orders
+        if it has joined since the last commit. Of the others, none is if all members have been
+        named equally often, or most have failed alone: then no single one is likely at fault.
         """
         counts = {worker: self.counts.get(worker, 0) for worker in sorted(members)}
         highest = max(counts.values(), default=0)

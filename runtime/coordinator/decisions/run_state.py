@@ -107,7 +107,7 @@ class TrainingPhase(msgspec.Struct, frozen=True, kw_only=True):
     began: int = 0
     """First iteration of the current order."""
     ended: bool = False
-    """True if the members have been told to stop at once (`EndOrder`)."""
+    """True if members have been told to stop at once (`EndOrder`), or have stopped before."""
     started: PersistentMap[Worker, None] = PersistentMap()
     """Members that have begun their first op in this order."""
     stop_before: int | None = None
@@ -142,7 +142,8 @@ class EndedPhase(msgspec.Struct, frozen=True):
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run, on which all decisions depend.
 
-    Before the first order, `prepared` and `members` are those of the order that is to be given.
+    Before the first order, `prepared` and `members` are those of the order that is to be given;
+    while a new coordinator looks for workers, `members` is empty.
     """
 
     prepared: PreparedSchedule
@@ -169,7 +170,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     doubt: str | None = None
     """Reason why the members' state cannot be trusted and the run must go back."""
     faulty: tuple[Worker, ...] = ()
-    """Members with wrong copies of state, which are given up once all members have paused."""
+    """Members with wrong copies or samples, given up once all members have paused."""
     fault: str = ""
     """Rest of a sentence about a worker of `faulty`: what it has done."""
     newcomers: frozenset[Worker] = frozenset()
@@ -181,7 +182,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     data_end: int | None = None
     """First iteration without samples, before which the run ends; None: not known."""
     repeated: int = -1
-    """Last iteration that was run again because its loss was not finite; -1: none."""
+    """Last iteration repeated for its loss, if the run has not gone back; -1: none."""
     returned_for: int = -1
     """Last iteration because of whose loss the run went back; -1: none."""
     cut_for: OriginalMembers = {}
@@ -267,8 +268,12 @@ def build_initial_state(
 ) -> RunState:
     """Return the state with which a coordinator begins; `at` is the time of `time.monotonic`.
 
-    After a failover, `rejoining` is the phase that looks for workers, and `journal` sums up what
-    happened under earlier coordinators.
+    Parameters
+    ----------
+    rejoining
+        Phase that looks for workers after a failover; None: the run begins.
+    journal
+        Summary of what happened under earlier coordinators.
     """
     # What was observed before node 0 died counts on: checkpoints, failures and speeds.
     timer, last = CheckpointTimer(automatic=rules.automatic_checkpoints), journal.checkpoint
@@ -317,7 +322,7 @@ class TransitionBuilder(EffectCollector):
         super().add_effect(effect)
 
     def remove_workers(self, workers: Iterable[Worker]) -> None:
-        """Remove workers that are lost or leave from all parts of the state."""
+        """Remove workers that are lost or leave from the state; cancel fetches that need them."""
         # Whom the order and the next decisions count on.
         state, gone = self.state, frozenset(workers)
         empty = state.empty.without_workers(gone)

@@ -34,8 +34,8 @@ believed factor.
 Suppose that two workers are compared with each other only, and one is believed to be slow. Then the
 same ratio can mean that this one has recovered or that the other one has become slow. The former is
 assumed: a worker that is compared with slow workers only is never found slow. Each time a worker
-has recovered, it needs twice as many observations to be found recovered again, so that a worker
-whose speed alternates keeps its lighter load.
+has recovered, it needs twice as many observations to be found recovered again, and after three
+times it never is, so that a worker whose speed alternates keeps its lighter load.
 """
 
 import math
@@ -112,12 +112,8 @@ class _WorkerHistory(msgspec.Struct, frozen=True):
     spread: float = 0.0
 
     def change_limit(self, window: int, common: float) -> float:
-        """Return the limit that most of `window` observations exceed after a change of speed.
-
-        `common` is the median of all workers' spreads; limit and spreads are logarithms of factors.
-        """
-        # Most of the observations must exceed it. Limit and spreads are logarithms of factors, and
-        # the head of this module explains the formula.
+        """Return the limit that most of `window` observations exceed after a change of speed."""
+        # The head of this module explains the formula; `common` is the median of all spreads.
         spread = max(MIN_SPREAD, common, self.spread)
         return max(math.log(1 + MIN_CHANGE), spread * (7.5 / math.sqrt(window) - 0.67))
 
@@ -190,8 +186,8 @@ class SlowDetector:
     def compute_ratios(self, measured: IterationTimes) -> dict[Worker, float]:
         """Return how many times as long each worker's ops took as on its peers.
 
-        Where no peer ran the same op, earlier measurements say what it usually takes. Workers of
-        which no op has anything to compare with are left out.
+        Where no peer ran the same op, earlier measurements say what it usually takes; these are
+        extended by `measured`. Workers of which no op has anything to compare with are left out.
         """
         # Find, for each cell, what it takes on the other workers.
         times: dict[tuple[OpKind, LayerRange], dict[Worker, float]] = defaultdict(dict)
@@ -219,7 +215,7 @@ class SlowDetector:
         return ratios
 
     def estimate_usual_seconds(self, cell: CellTime) -> float | None:
-        """Return the planned seconds of an op, corrected by measurements; None without these."""
+        """Return an op's planned seconds, corrected by rates of all its layers; None without."""
         # All layers of the op must have been measured on several workers.
         layers = range(*cell.layers)
         rates = [
@@ -366,11 +362,7 @@ def _compute_peer_medians(
 
 
 def _locate_change(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the iteration at which observations left 0, and their median since then.
-
-    Each of `values` is an observation's first iteration, and the logarithm of a worker's slowness
-    as a multiple of what is believed: 0 if it is as believed.
-    """
+    """Return the iteration at which observations left 0, and their median since then."""
 
     # The least sum of deviations, rather than of their squares, tolerates outliers.
     def cost(begin: int) -> float:

@@ -7,7 +7,7 @@ schedule. The speeds are kept: schedules for deaths and joins are planned for th
 
 A worker that is left out computes nothing that could be measured. After a pause it joins like a
 worker that returns, and is assumed to run at usual speed. If it is still slow, this is detected
-within a few iterations, and its next pause is twice as long.
+again, and its next pause is twice as long.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 
     The choice is between the `present` schedule, one that `plan` returns for these speeds, and ones
     without the slowest workers. Takes as long as several plans. Raises NoScheduleError if `plan`
-    has no schedule for all live workers.
+    has no schedule for all live workers, or one for another job.
     """
     factors = dict(speeds)
     before = period_at(present, factors)
@@ -140,10 +140,7 @@ def decide_for_speeds(present: Schedule, speeds: Speeds, plan: SchedulerAtSpeeds
 def _try_schedule(
     planned: Callable[[Iterable[Worker]], Schedule], live: set[Worker]
 ) -> Iterator[Schedule]:
-    """Yield the schedule that `planned` returns for `live` workers.
-
-    Yields nothing if there is no schedule, or if workers would change roles.
-    """
+    """Yield the schedule for `live` workers, if there is one without changes of roles."""
     try:
         schedule = planned(live)
     except NoScheduleError:
@@ -300,7 +297,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         return self.present_seconds or present.seconds(present.period_ticks)
 
     def with_iteration(self, commit: CommittedIteration) -> "SlowWorkers":
-        """Return the state after an iteration of the current order has been committed."""
+        """Return the state after an iteration's commit; unchanged before iteration `begins`."""
         if commit.iteration < self.begins:
             return self
         # Earlier states share the detector, so a copy of it changes.
@@ -324,8 +321,9 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def without_worker(self, worker: Worker) -> "SlowWorkers":
-        """Return the state after a worker is lost, which may return on another machine."""
-        # What was measured is forgotten; what the job says of the worker is not.
+        """Return the state after a worker is lost, without a decision to carry out."""
+        # What was measured is forgotten, as the worker may return on another machine; what the job
+        # says of it is not.
         factors = _without_keys(self.factors, [worker])
         if worker in self.planned:
             factors[worker] = self.planned[worker]
@@ -394,8 +392,9 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state after requesting a decision, if speeds differ from the schedule's.
 
         The request is an effect in `to`. Workers that have been left out for long enough may take
-        part again, and count as running at usual speed. `present` is the current schedule, and
-        `iteration` the next one to be committed.
+        part again, and count as running at usual speed. The same speeds are requested once in an
+        order. If nothing can or need be planned, unreported changes are reported. `present` is the
+        current schedule, and `iteration` the next one to be committed.
         """
         # Readmit workers whose pause is over.
         due = [worker for worker, at in self.left_out.items() if to.at >= at]
@@ -473,10 +472,7 @@ class SlowWorkers(msgspec.Struct, frozen=True, kw_only=True):
         to: EffectCollector,
         reason: str | None = None,
     ) -> "SlowWorkers":
-        """Report the changes that users have not seen; return the state without these changes.
-
-        `reason` says why nothing was planned for the new speeds; None: a plan was made.
-        """
+        """Report the changes that users have not seen; return the state without these changes."""
         to.add_effect(
             SpeedEvent(
                 changes=self.news,

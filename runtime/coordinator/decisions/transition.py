@@ -1,10 +1,10 @@
 """Apply each event to the state of a run, and find which effects it has.
 
 The event loop calls `apply_event` with each event in turn; the result depends only on the state,
-the event and its time. An order to train ends when a member is lost or reports an error, or before
-an iteration that was chosen for all members to stop at. When all remaining members have paused and
-a schedule for them is available, the next order is given (`next_order`). It begins at the first
-iteration that is not committed.
+the event and its time. An order to train ends when a member is lost or reports an error, when
+results are wrong or nothing is committed for long, or before an iteration that was chosen for all
+members to stop at. When all remaining members have paused and a schedule for them is available, the
+next order is given (`next_order`). It begins at the first iteration that is not committed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -298,11 +298,7 @@ def _handle_ready(step: TransitionBuilder, report: Ready) -> None:
 
 
 def _refuse_worker(step: TransitionBuilder, report: Ready, difference: str) -> None:
-    """Send away a worker that trains something else, as `difference` says.
-
-    Ends the run instead by CommitLogError before the first order; and by OtherRunError if this
-    coordinator rejoins a run and the worker has trained, so that this node 0 is the wrong one.
-    """
+    """Send away a worker that trains something else, as `difference` says, or end the run."""
     # If the worker has trained under an earlier coordinator, this coordinator is the wrong one.
     phase, worker = step.state.phase, report.worker
     has_trained = report.known is not None and report.known.order > 0
@@ -426,11 +422,7 @@ def _handle_difference(
 
 
 def _handle_nonfinite(step: TransitionBuilder, iteration: int) -> None:
-    """Run an iteration again whose loss is not finite, or go back to a checkpoint.
-
-    The run goes back if the loss is not finite again, although all copies of the state are equal.
-    Raises CommitLogError if it is still not finite after that.
-    """
+    """Run an iteration again whose loss is not finite; next go back, then raise CommitLogError."""
     state, what = step.state, f"the loss of iteration {iteration} is not finite"
     if not isinstance(state.phase, TrainingPhase) or state.phase.ended:
         return
@@ -575,10 +567,7 @@ def _handle_finished(step: TransitionBuilder, report: Finished) -> None:
 
 
 def _handle_published(step: TransitionBuilder, report: Published) -> None:
-    """Handle a member that has published; after the last, members leave.
-
-    All of them leave or, if the run goes on, those that were to leave once layers were saved.
-    """
+    """Handle a member that has published; after the last, all or the leaving members leave."""
     state = step.state
     if (
         not isinstance(state.phase, FinishingPhase)

@@ -65,7 +65,8 @@ def run_in_thread(
 ) -> None:
     """Run `work` in a thread, then call `done` on the event loop with its outcome.
 
-    `work` must change no state that other threads use. `awaited` has no effect here.
+    `work` must change no state that other threads use. `awaited` has no effect here. Once the loop
+    is closed, `done` is not called.
     """
     loop = asyncio.get_running_loop()
 
@@ -83,7 +84,8 @@ def run_in_process(work: Callable[[], T], done: DoneCallback[T], *, awaited: boo
 
     `done` is called on the event loop. If no worker waits for the result (`awaited` is False), the
     process has low priority and a longer time limit. The process is killed if the calling thread
-    ends. If no process can be forked, or it exceeds its time, a thread does the work.
+    ends. If no process can be forked, or it exceeds its time, a thread does the work. If it dies,
+    the outcome is PlannerDiedError; an outcome that cannot be pickled becomes a RuntimeError.
     """
     try:
         ours, theirs = os.pipe()
@@ -153,10 +155,7 @@ def _read_answer(process: int, pipe: int, work: Callable[[], T], seconds: float)
 
 
 def _run_child(pipe: int, work: Callable[[], object], *, awaited: bool) -> None:
-    """Do the work in the forked process, write the pickled outcome to `pipe`, and exit.
-
-    The process has low priority unless the outcome is `awaited`.
-    """
+    """Do the work in the forked process, write the pickled outcome to `pipe`, and exit."""
     status = 1
     try:
         # End with the parent, but leave signals and connections to it.

@@ -82,7 +82,7 @@ class FailurePrecomputer:
         preload_solver()
 
     def find_plan(self, down: DownWorkers) -> tuple[Schedule, DividedSchedule] | None:
-        """Return the schedule without the `down` workers, and its shares; None if not planned."""
+        """Return the schedule without the `down` workers, and its shares; None if no plan fits."""
         data = self._plans.get(pattern_of(down, self._classes))
         if data is None:
             return None

@@ -32,8 +32,8 @@ Scheduler = Callable[[tuple[Worker, ...]], Schedule]
 """Function that returns the job's schedule without the given workers.
 
 The function raises NoScheduleError if there is none. It is called concurrently with the event loop,
-up to `MAX_CONCURRENT_REQUESTS` times at once, and mostly in a process that ends with the answer, so
-that side effects are lost.
+perhaps several times at once, and for large jobs in processes that end with the answer, so that
+side effects are lost.
 """
 
 
@@ -74,7 +74,7 @@ class SchedulePlanners(NamedTuple):
 MAX_CONCURRENT_REQUESTS = 2
 """Largest number of requests answered at a time, besides one for a rebalanced schedule."""
 STUCK_REQUEST_SECONDS = 20.0
-"""Seconds after which a request no longer counts towards `MAX_CONCURRENT_REQUESTS`."""
+"""Seconds after which an unanswered request no longer counts towards these limits."""
 
 
 class ScheduleDivider(Protocol):
@@ -107,7 +107,8 @@ class ScheduleService:
     found
         Function that is called on the event loop with each answer.
     tell
-        Function that is called with an event of the run's log for each request and answer.
+        Function that is called with an event of the run's log for each schedule request that
+        planners get, and for its answer.
     divided
         Function that divides a schedule into what each worker must know of it.
     background
@@ -144,7 +145,8 @@ class ScheduleService:
         """Start to find the requested schedule in the background.
 
         Does nothing if this request, or too many others, are in progress. If too many are, the
-        caller must repeat the call after one of them has been answered.
+        caller must repeat the call after one of them has been answered. If there is no planner for
+        it, or a plan made in advance, `found` gets the answer before this returns.
         """
         # Is it in progress, or are too many others of its kind? Planners that hang do not count.
         since = time.monotonic() - STUCK_REQUEST_SECONDS

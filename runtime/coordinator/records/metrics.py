@@ -63,7 +63,8 @@ class MetricsBuilder:
         """Return the metrics of the iteration that is committed now.
 
         `line` is its line in `losses.jsonl`, `gradient_norm` the norm of its gradients before
-        clipping, and `evaluation` its validation loss; None: not known.
+        clipping, and `evaluation` its validation loss; None: not known. Speeds are those since the
+        call before or, for the first call, since the first order.
         """
         # Iterations per second since the commit before, which includes pauses.
         rate = None
@@ -93,7 +94,7 @@ class MetricsBuilder:
 
 
 def read_recovery_count(folder: Path) -> int:
-    """Return how many recoveries earlier starts had, by the folder's metrics; 0 without them."""
+    """Return how many recoveries a folder's metrics count; 0 without them. Raises OSError."""
     recoveries, path = 0, folder / METRICS
     # A line that a crash has left incomplete cannot be decoded.
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -112,7 +113,7 @@ TAGS = {
     "live": "workers/live",
     "recoveries": "workers/recoveries",
 }
-"""Name under which TensorBoard shows each field of `Metrics`."""
+"""Name under which TensorBoard shows each of these fields of `Metrics`."""
 
 
 class TensorBoardWriter:
@@ -220,7 +221,7 @@ class PrometheusFile:
 
 
 def render_metrics(line: Metrics, run: str) -> Iterator[str]:
-    """Yield the lines of a Prometheus file for one iteration; `run` is the run's folder."""
+    """Yield a Prometheus file's lines for an iteration's known metrics; `run` is the folder."""
     # The label is escaped as Prometheus' text format requires.
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     for field, (name, text) in GAUGES.items():

@@ -49,7 +49,7 @@ class AppendedFile:
 
     Each line is written by one call, and other processes can read the line when the call returns.
     An incomplete last line that a crash has left is removed. Raises OSError if the file cannot be
-    opened; while a disk is full, lines wait. `say` is called with a line for users when lines begin
+    opened; while writing fails, lines wait. `say` is called with a line for users when lines begin
     to wait, and when they are written again.
     """
 
@@ -86,7 +86,10 @@ class AppendedFile:
                 )
 
     def truncate_from(self, keeps: Callable[[bytes], bool]) -> None:
-        """Remove the first line for which `keeps` is False, and all after it. Raises OSError."""
+        """Remove the first line for which `keeps` is False, and all after it.
+
+        Of lines that wait, those for which it is True stay. Raises OSError.
+        """
         self._unwritten = deque(
             (line for line in self._unwritten if keeps(line)), MAX_UNWRITTEN_LINES
         )
@@ -100,7 +103,7 @@ class AppendedFile:
         self._size = self._file.truncate(size)
 
     def close(self) -> None:
-        """Close the file, and tell users how many lines are lost."""
+        """Close the file, and tell users how many lines are lost, if any."""
         if self._unwritten:
             self._say(
                 f"{self._path} lacks the last {len(self._unwritten)} of its lines, which could "
@@ -195,7 +198,7 @@ class RunLog:
         self._losses = IterationLines(folder / LOSSES, first, write.report_problem)
 
     def write(self, event: Event) -> None:
-        """Write an event to `events.jsonl`, with the present time."""
+        """Write an event with the present time to `events.jsonl`; pass it to the observer."""
         now = self._current_time()
         stamped = replace(
             event, time=now, seconds=round(now - self._began_wall, 3), iteration=self.iteration
@@ -217,9 +220,18 @@ class RunLog:
     ) -> None:
         """Write the loss and the metrics of the iteration that is committed now.
 
-        `period_seconds` is the longest busy window of any worker, `gradient_norm` the norm before
-        clipping, `evaluation` the validation loss, and `cost_error` the relative error of the times
-        that samples were expected to take; each is None if it is not known.
+        The observers are called, too. Each of the following is None if it is not known.
+
+        Parameters
+        ----------
+        period_seconds
+            Longest busy window of any worker.
+        gradient_norm
+            Norm of all gradients before clipping.
+        evaluation
+            Validation loss.
+        cost_error
+            Relative error of the times that samples were expected to take.
         """
         # Metrics come before losses: a process killed between the two leaves no iteration whose
         # loss is there and whose metrics are not.

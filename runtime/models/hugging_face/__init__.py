@@ -7,5 +7,5 @@
     weights         pretrained safetensors, read layer by layer
     model           the `LayeredModel`
 
-Only `configuration` can be imported if transformers is not installed.
+Only `configuration` and `weights` can be imported if transformers is not installed.
 """

@@ -83,8 +83,8 @@ class HuggingFaceModel:
     def build(self, layer: int) -> nn.Module:
         """Build one layer, with pretrained weights if there are any.
 
-        Raises IndexError if there is no such layer, and ConfigError if its weights are missing or
-        do not fit.
+        None are read within `building_uninitialized`, or on the meta device. Raises IndexError if
+        there is no such layer, and ConfigError if its weights are missing or do not fit.
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
@@ -173,7 +173,8 @@ class HuggingFaceModel:
 def transformers_config(document: Mapping[str, Any], name: str) -> PreTrainedConfig:
     """Build the config of transformers from `document`, the content of a config.json.
 
-    Raises ConfigError, which contains `name`, if transformers refuses it. Silences transformers.
+    Silences transformers, and registers attention and experts with it. Raises ConfigError, which
+    contains `name`, if transformers refuses the document.
     """
     defaults = {"attn_implementation": ATTENTION_NAME}
     if FAMILIES[document["model_type"]].experts:

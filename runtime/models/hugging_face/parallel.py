@@ -71,7 +71,7 @@ def _divided_keys(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def cut_decoder(decoder: nn.Module, group: WorkerGroup) -> None:
-    """Cut the parameters of `decoder.layer` over the ranks, in place."""
+    """Cut `decoder.layer` over the ranks, in place: its parameters, and forwards that sum."""
     shards = dict[str, Shard]()
     # Modules whose products each rank has in part, from features that all ranks have.
     sharing = dict[str, nn.Module]()

@@ -40,7 +40,6 @@ def needs_no_document_mask(config: PreTrainedConfig, slides: bool) -> bool:
 
     Padding needs a mask even so. `slides` is True for attention within a sliding window.
     """
-    # Sliding windows need masks.
     return config._attn_implementation == ATTENTION_NAME and not slides
 
 

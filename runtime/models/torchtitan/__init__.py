@@ -5,8 +5,8 @@
     experts         mixtures of experts: tokens counted in the backward, and a rule for the bias
     training        the configuration of torchtitan's Trainer, as the configuration of a run
 
-Importing any of them raises ConfigError if torchtitan 0.3.0, or a package that it needs, is not
-installed.
+They are for torchtitan 0.3.0. Importing any of them raises ConfigError if torchtitan, or a package
+that it needs, is not installed.
 """
 
 from slipstream.runtime.config import ConfigError

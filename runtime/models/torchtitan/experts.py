@@ -4,8 +4,9 @@ torchtitan counts the tokens of each expert in the forward. Before a step it cha
 which tokens choose experts: up for experts with few tokens. Here the bias is a parameter, the token
 counts are its gradient, and a rule steps it (`runtime.models.step_rules`). So tokens are counted
 once, although a forward may be discarded or run again. The counts are summed over all workers; the
-bias is moved and saved with the layer, and its steps can be undone. Products are torchtitan's, in
-bfloat16 for any dtype of the parameters; W computes the gradients of experts' weights.
+bias is moved and saved with the layer, and its steps can be undone. As in torchtitan, products are
+in bfloat16 for any dtype of the parameters. W computes the gradients of the weights of plain
+`GroupedExperts`.
 """
 
 from functools import cache, partial
@@ -26,8 +27,9 @@ _TOKENS = "tokens_per_expert_E"
 def count_tokens_in_backward(layer: nn.Module) -> dict[str, StepRule]:
     """Make a layer's mixtures of experts count tokens; return rules of their biases, by name.
 
-    The layer, on the meta device, is changed in place. The backward then adds the tokens of each
-    expert to the gradient of the bias, and leaves the gradients of the experts' weights to W.
+    The layer, on the meta device, is changed in place. Where the load is balanced, the backward
+    then adds the tokens of each expert to the gradient of the bias. It leaves the gradients of the
+    weights of plain `GroupedExperts` to W.
     """
     rules: dict[str, StepRule] = {}
     for name, module in list(layer.named_modules()):

@@ -75,8 +75,9 @@ class TorchtitanModel:
     def build(self, layer: int) -> nn.Module:
         """Build one layer, initialised by torchtitan or from a checkpoint.
 
-        Raises IndexError if there is no such layer, and ConfigError if the checkpoint does not fit
-        or the layer cannot be cut over the ranks.
+        No checkpoint is read within `building_uninitialized`, or on the meta device. Raises
+        IndexError if there is no such layer, and ConfigError if the checkpoint does not fit, or if
+        ranks would share a layer of a model with experts.
         """
         if not 0 <= layer < self.layers:
             raise IndexError(f"layer {layer} of a model of {self.layers}")
@@ -210,8 +211,8 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
     """Cut `parts`, the layer without values, to this rank's part; fill and return it.
 
     `parts` is on the meta device. The values are from `layer`, which all ranks build alike, so
-    nothing is sent. If `device` is the meta device, nothing is filled. Raises ConfigError if the
-    layer cannot be cut.
+    nothing is sent. If `device` is the meta device, nothing is filled. Raises torchtitan's error if
+    the layer cannot be cut.
     """
     group = worker_group()
     assert group is not None
@@ -247,8 +248,10 @@ def cut_over_ranks(layer: nn.Module, parts: Any, device: torch.device) -> nn.Mod
 
 
 def as_replicated(value: Tensor, module: nn.Module) -> Tensor:
-    """Return features as a DTensor replicated on all ranks if `module` is cut, else unchanged."""
-    # Tokens are used as indices, and need no DTensor.
+    """Return features as a replicated DTensor if `module` is cut, else the same tensor.
+
+    Tokens, which are used as indices, are returned unchanged.
+    """
     placed: Placements = getattr(module, "placed", {})
     if not placed or not value.is_floating_point():
         return value

@@ -67,7 +67,8 @@ def trainer_config(config: ModelConfig) -> Trainer.Config:
 def parse_arguments(arguments: Sequence[str]) -> Trainer.Config:
     """Return the Trainer's configuration that torchtitan parses from its command line.
 
-    Raises ConfigError if torchtitan refuses it. For --help, prints the help and raises SystemExit.
+    Appends the working directory to Python's search path. Raises ConfigError if torchtitan refuses
+    the command line. For --help, prints the help and raises SystemExit.
     """
     search_working_directory()
     output = io.StringIO()
@@ -218,7 +219,8 @@ def require_no_experts(config: Trainer.Config, beside: str, expected: str) -> No
 def build_meta_model(config: Trainer.Config, device: torch.device) -> Any:
     """Build the whole model on the meta device.
 
-    Raises ConfigError unless it is a chain of supported layers whose attention can run on `device`.
+    Raises ConfigError unless it is a chain of supported layers that are trained as a whole, and
+    whose attention can run on `device`.
     """
     spec = config.model_spec
     assert spec is not None

@@ -47,7 +47,7 @@ _REPLACED_SETTINGS = (
 def divide_microbatches(config: Trainer.Config, pipelines: int) -> tuple[int, ...]:
     """Return each pipeline's number of micro-batches in a step.
 
-    Raises ConfigError if there are fewer micro-batches than pipelines.
+    Raises ConfigError if there are fewer micro-batches than pipelines, or as `with_one_process`.
     """
     training = with_one_process(config).training
     each, more = divmod(training.global_batch_size // training.local_batch_size, pipelines)
