@@ -114,5 +114,7 @@ def test_experts_of_two_ranks_move_with_their_layers(fork_server, tmp_path):
         fork_server,
         tmp_path / "run",
         config=replace(config, training=training),
+        # Norms are in float32: a last bit of float64, by another order of sums, becomes one there.
+        tolerance=1e-5,
     )
     assert dead(result) == ["1.2"] and phases(events) == ["whole", "at once", "settled"]
