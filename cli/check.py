@@ -45,9 +45,10 @@ Bound = Annotated[
 def check(files: ScheduleFiles, bound: Bound = False, json: Json = False) -> None:
     """Check schedules against every rule, independently of how they were made.
 
-    Exits 1 when a rule is broken, and draws the ops around each violation. A bound in a file is a
-    claim: --bound proves it again, and exits 1 when it cannot, or when the file contradicts itself
-    about the job. Exits 2 when a file cannot be read, after all other files have been checked.
+    Exits 1 when a rule is broken, and draws the ops around the first three violations of each file.
+    A bound in a file is a claim: --bound proves it again, and exits 1 when it cannot, or when the
+    file contradicts itself about the job. Exits 2 when a file cannot be read, after all other files
+    have been checked.
     """
     answers: list[dict[str, object]] = []
     bounds: list[dict[str, object]] = []

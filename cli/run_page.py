@@ -37,7 +37,13 @@ from slipstream.cli.shared.summaries import (
     schedule_path,
     state,
 )
-from slipstream.cli.timeline_page import MAX_OPS, ShownSchedule, timeline_data, timeline_shell
+from slipstream.cli.timeline_page import (
+    MAX_OPS,
+    ShownSchedule,
+    count_stored_ops,
+    timeline_data,
+    timeline_shell,
+)
 from slipstream.runtime.events import Failed, Resumed
 from slipstream.runtime.run_record import GenerationRecord, RunRecord, TimedEvent
 from slipstream.schedules.check import check
@@ -143,7 +149,7 @@ def _read_schedules(run: RunRecord) -> dict[str, tuple[str, Schedule]]:
             schedule = read(schedule_path(run, generation))
         except ScheduleError:  # its row says that it is not there
             continue
-        ops = sum(len(program) for program in schedule.programs)
+        ops = count_stored_ops(schedule)
         if ops <= remaining_ops:
             remaining_ops -= ops
             by_digest[digest] = (

@@ -62,12 +62,7 @@ def timeline_data(
 
     Raises ValueError for more than `MAX_OPS` ops.
     """
-    # Workers that run one program at one speed have one representative.
-    count = sum(
-        len(item.schedule.programs[seat.program])
-        for item in shown
-        for seat in item.schedule.representative_seats
-    )
+    count = sum(count_stored_ops(item.schedule) for item in shown)
     count += sum(len(iteration.ops) for iteration in measured)
     if count > MAX_OPS:
         raise ValueError(f"{count} different ops are too many for a page (at most {MAX_OPS})")
@@ -79,6 +74,14 @@ def timeline_data(
         "colours": {kind.value: COLOURS[kind] for kind in OpKind},
         "names": {kind.value: NAMES[kind] for kind in OpKind},
     }
+
+
+def count_stored_ops(schedule: Schedule) -> int:
+    """Count the ops that a page stores of a schedule, to compare with `MAX_OPS`.
+
+    A program counts once for each class of equivalent workers that run it.
+    """
+    return sum(len(schedule.programs[seat.program]) for seat in schedule.representative_seats)
 
 
 def _planned_panel(shown: ShownSchedule) -> dict[str, Any]:

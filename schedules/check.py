@@ -739,13 +739,23 @@ def check_period(case: CheckContext) -> Iterator[Violation]:
     """Yield a violation unless the period is the time that the ops take.
 
     That time is the longest busy window of a worker or, with a synchronous optimizer, the makespan.
-    In a shorter period, a worker would start the next iteration before the end of this one.
+    In a shorter period, a worker would start the next iteration before the end of this one. Without
+    any ops, the period is 0.
     """
     windows = {
         worker: (ops[0].start_ticks, ops[-1].end_ticks)
         for worker, ops in case.programs.items()
         if ops
     }
+    # Forwards of a grid without micro-batches: no worker has anything to do.
+    if not windows:
+        if case.schedule.period_ticks:
+            yield Violation(
+                "period",
+                f"the period is given as {case.time_text(case.schedule.period_ticks)}, but no "
+                "worker has ops",
+            )
+        return
     # All workers then start together.
     if case.schedule.optimizer == "synchronous":
         start = min(start for start, _ in windows.values())

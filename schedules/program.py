@@ -61,8 +61,10 @@ RECEIVES = frozenset({TransferKind.RECV_F, TransferKind.RECV_B})
 _KINDS: Mapping[str, OpKind | TransferKind] = {
     kind.value: kind for kind in (*OpKind, *TransferKind)
 }
+# Numbers have at most 18 digits: `int` would raise a plain ValueError for more than 4300.
 _LINE = re.compile(
-    r"(\d*)([A-Z_]+)(?:(\d+)\.(\d+))?(?: (from|to) (\d+)\.(\d+) #(\d+)(?: frees (\d+))?)?"
+    r"(\d{0,18})([A-Z_]+)(?:(\d{1,18})\.(\d{1,18}))?"
+    r"(?: (from|to) (\d{1,18})\.(\d{1,18}) #(\d{1,18})(?: frees (\d{1,18}))?)?"
 )
 
 

@@ -69,10 +69,12 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes per token that a worker's GPUs together must have room for.
 
         The first number is the bytes held from F to I, the second those held from I to W. Each GPU
-        has equally many of the experts. It needs room for as many of a token's choices as can fall
-        on them: at most one for each expert.
+        has whole experts, and needs room for as many of a token's choices as can fall on them: at
+        most one for each expert. If the number of GPUs does not divide that of experts, all count
+        like a GPU that has one more than others.
         """
-        extra = gpus * min(self.chosen, self.experts // gpus) - self.chosen
+        experts_per_gpu = -(-self.experts // gpus)
+        extra = gpus * min(self.chosen, experts_per_gpu) - self.chosen
         return (
             self.activation + extra * self.expert_activation,
             self.stash + extra * self.expert_stash,

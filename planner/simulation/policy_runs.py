@@ -10,7 +10,6 @@ import numpy.typing as npt
 from slipstream.planner.budget import CountCallback
 from slipstream.planner.simulation.availability_trace import AvailabilityTrace
 from slipstream.planner.simulation.costs import Costs
-from slipstream.planner.simulation.policies import POLICIES
 from slipstream.planner.simulation.policy import Cause, Phase, Policy, Scenario
 from slipstream.planner.simulation.throughput import Throughputs
 
@@ -31,6 +30,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
     """Pairs of factors by which slow workers and slow links lengthen training, by span."""
+    is_reference: bool = False
+    """True if the policy is a line to compare with, and no system that exists."""
 
     @cached_property
     def useful_rates(self) -> Floats:
@@ -145,6 +146,7 @@ def simulate_policy(policy: Policy, trace: AvailabilityTrace) -> PolicyRun:
         seconds=np.array(spans.seconds),
         phases=spans.phases,
         slowdowns=spans.slowdowns,
+        is_reference=policy.is_reference,
     )
 
 
@@ -180,11 +182,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
         The best rate is the best policy's with all workers alive, as in Google's ML Productivity
         Goodput (2024). None for a reference line, which is not a system and may be faster than the
-        best of them. Raises KeyError for a policy that is not in `POLICIES`.
+        best of them. Raises KeyError without such a run.
         """
-        if POLICIES[name].is_reference:
+        run = self.runs[name]
+        if run.is_reference:
             return None
-        return self.runs[name].throughput / self.best_rate if self.best_rate else 0.0
+        return run.throughput / self.best_rate if self.best_rate else 0.0
 
 
 def compare_policies(
@@ -194,7 +197,7 @@ def compare_policies(
     trace: AvailabilityTrace,
     progress: CountCallback = lambda _done, _total: None,
 ) -> Comparison:
-    """Simulate policies of `POLICIES` over one trace, which must fit the job.
+    """Simulate policies, of `POLICIES` or others, over one trace, which must fit the job.
 
     Policies of other systems are simulated twice: with the schedules that they publish, and with
     this planner's. The function `progress` receives how many policies are done, and how many there
@@ -220,14 +223,7 @@ def compare_policies(
         runs=runs,
         planned=planned,
         best_rate=max(
-            [
-                0.0,
-                *(
-                    run.fault_free_rate
-                    for run in runs.values()
-                    if not POLICIES[run.policy].is_reference
-                ),
-            ]
+            [0.0, *(run.fault_free_rate for run in runs.values() if not run.is_reference)]
         ),
     )
 

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.check import MAX_GRIDS
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.plan import plan_job, plan_with
@@ -41,6 +42,17 @@ def test_valid(good):
     assert done.exit_code == 0
     assert done.stdout.startswith(f"{good}: valid: 3 workers, period 7 s; it claims to be at most ")
     assert done.stdout.endswith("; --bound verifies that\n")
+
+
+def test_of_many_violations_the_first_are_drawn_as_the_help_says(tmp_path):
+    early = {
+        name: line.replace("W0@4", "W0@1").replace("W0@5", "W0@1") for name, line in HEALTHY.items()
+    }
+    write(by_hand(early), tmp_path / "early.json")
+    shown = run(tmp_path / "early.json").stdout
+    assert "4 violations" in shown and shown.count("|from 0 s") == MAX_GRIDS == 3
+    words = " ".join(run("--help").stdout.split())
+    assert "draws the ops around the first three violations of each file" in words
 
 
 def test_the_bound_of_a_file_is_a_claim_that_can_be_proven(tmp_path):

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from slipstream.planner.model.assemble import build_schedule
 from slipstream.planner.model.from_job import build_problem
 from slipstream.schedules.check import MAX_VIOLATIONS, check
+from slipstream.schedules.forwards import schedule_forwards
 from slipstream.schedules.schedule import Memory, Seat, Worker
 from tests.generate import BROKEN, HEALTHY, SHED, by_hand, list_schedule
 from tests.jobs import grid
@@ -170,6 +171,18 @@ def test_period_and_bound():
     assert check(replace(schedule, lower_bound_ticks=9, status="optimal")) == []
     for bound, status in ((10, "feasible"), (10, "optimal"), (8, "optimal"), (9, "feasible")):
         assert rules(replace(schedule, lower_bound_ticks=bound, status=status)) == {"bound"}
+
+
+def test_a_schedule_without_ops_has_a_period_of_zero():
+    idle = by_hand(dict.fromkeys(HEALTHY, "A@0 O@1"), microbatches=0)
+    assert check(idle) == []
+    assert {violation.rule for violation in check(idle, forwards=True)} == {"only-forwards"}
+    for optimizer in ("staggered", "synchronous"):
+        empty = replace(schedule_forwards(idle), optimizer=optimizer)
+        assert check(empty, forwards=True) == []
+        (violation,) = check(replace(empty, period_ticks=3, status="feasible"), forwards=True)
+        assert violation.rule == "period"
+        assert violation.message == "the period is given as 3 ticks (1.5 s), but no worker has ops"
 
 
 def test_deadlock_of_ops():

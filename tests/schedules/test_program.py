@@ -222,6 +222,8 @@ def test_lines_read_like_those_of_torch():
         "0F0.1 ",
         "-1F0.1",
         "0F0.1\n",
+        "1" * 5000 + "F1.2",
+        "0SEND_F0.1 to 0.1 #" + "1" * 5000,
     ],
 )
 def test_other_text_is_refused(text):

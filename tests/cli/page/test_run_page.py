@@ -7,14 +7,17 @@ import json
 import re
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.drawing.run_charts import MAX_POINTS, build_points, choose_ticks, find_settling
 from slipstream.cli.run_page import MAX_EVENTS, run_page
 from slipstream.cli.run_page import _read_schedules as read_schedules
-from slipstream.cli.shared.summaries import describe_event, event_group
+from slipstream.cli.shared.summaries import describe_event, event_group, schedule_path
 from slipstream.runtime.run_record import read_run
+from slipstream.schedules.codec import encode
+from slipstream.schedules.schedule import Slow, Worker
 from tests.cli.runs import SAMPLES, Writer, long_run, settled_run
 
 
@@ -307,6 +310,24 @@ def test_a_schedule_too_large_for_the_page_leaves_room_for_smaller_ones(folder, 
         (kept,) = (schedule for _, schedule in read_schedules(run).values())
         fitting = [count for count in ops if count <= room]
         assert sum(map(len, kept.programs)) == fitting[0]
+
+
+def test_a_program_counts_once_for_each_speed_at_which_workers_run_it(
+    folder, tmp_path, monkeypatch
+):
+    run = read_run(folder)
+    digest = run.generations[0].order.schedule
+    _, schedule = read_schedules(run)[digest]
+    slow = replace(schedule.times, slow=(Slow(Worker(1, 0), 2000),))
+    schedule_path(run, run.generations[0]).write_bytes(encode(replace(schedule, times=slow)))
+    stored = sum(map(len, schedule.programs))
+    for room, is_shown in ((stored, False), (stored + len(schedule.programs[0]), True)):
+        for module in ("run_page", "timeline_page"):
+            monkeypatch.setattr(f"slipstream.cli.{module}.MAX_OPS", room)
+        page = tmp_path / f"{room}.html"
+        done = show("--run", folder, "--html", page)
+        assert done.exit_code == 0, done.output
+        assert (digest in read_schedules(run)) == is_shown
 
 
 def test_the_start_of_a_run_is_named(file):

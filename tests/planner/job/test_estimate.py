@@ -10,7 +10,7 @@ import pytest
 from slipstream.planner.job.estimate import GPUS, ModelLayout, estimate_job
 from slipstream.planner.job.file import parse_job
 from slipstream.planner.job.layers import layer_costs, with_shared_state
-from slipstream.planner.job.model_shape import ModelShape
+from slipstream.planner.job.model_shape import ModelShape, experts_shape
 from slipstream.planner.job.presets import preset_names, preset_text
 from slipstream.planner.job.toml import job_text
 from slipstream.planner.model.from_job import choose_tick
@@ -196,6 +196,19 @@ def test_workers_of_several_gpus():
         single["memory"]["weights"], rel=0.02
     )
     assert four["memory"]["unit_bytes"] == 4 * single["memory"]["unit_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "choices"), [(1, 2), (2, 2 * 2), (3, 3 * 2), (4, 4 * 1), (8, 8 * 1), (16, 16 * 1)]
+)
+def test_each_gpu_has_room_for_the_tokens_of_its_experts(gpus, choices):
+    """Of 4 experts, a token chooses 2; a GPU has as many as the one with most of them."""
+    experts = experts_shape(64, 128, number=4, chosen=2, gated=True)
+    extra = choices - 2
+    assert experts.worst_case_bytes(gpus) == (
+        experts.activation + extra * experts.expert_activation,
+        experts.stash + extra * experts.expert_stash,
+    )
 
 
 def test_the_head_takes_layers_from_the_last_stage():

@@ -5,7 +5,9 @@ Ctrl-C.
 import numpy as np
 import pytest
 
+from examples.fleet_policy import WholePipelines
 from slipstream.planner.simulation.availability_trace import group_gpus
+from slipstream.planner.simulation.entry import EntryRow, EntryTable, make_table_policy
 from slipstream.planner.simulation.failure_models import SLOW_MODELS
 from slipstream.planner.simulation.policies import POLICIES
 from slipstream.planner.simulation.policy import Scenario
@@ -16,7 +18,16 @@ from slipstream.planner.simulation.policy_runs import (
 )
 from slipstream.planner.simulation.synthetic_trace import draw_slow_times, draw_trace
 from slipstream.planner.simulation.throughput import Throughputs
-from tests.planner.simulation.small import COSTS, failing, gain, job, lose, scenario, trace
+from tests.planner.simulation.small import (
+    COSTS,
+    WHOLE,
+    failing,
+    gain,
+    job,
+    lose,
+    scenario,
+    trace,
+)
 
 KINDS = [POLICIES[name] for name in ("fault-scaled", "torchft", "work-conserving")]
 
@@ -49,6 +60,18 @@ def test_after_ctrl_c_the_policies_that_were_finished_are_kept():
     assert result.best_rate == result.runs["torchft"].fault_free_rate, (
         "reference lines do not count"
     )
+
+
+def test_a_policy_of_another_system_is_compared():
+    table = EntryTable(
+        "slipstream-entry-1", "mine", "T", "S", {"small": [EntryRow(down=0, samples_per_second=9)]}
+    )
+    mine, small = make_table_policy(table, "small", 2), scenario()
+    result = compare_policies([*KINDS, mine, WholePipelines], small.throughputs, COSTS, trace())
+    assert list(result.runs)[-2:] == ["mine", "whole-pipelines"]
+    assert result.best_rate == 9 and result.goodput("mine") == 1
+    assert result.goodput("whole-pipelines") == pytest.approx(WHOLE / 9)
+    assert result.goodput("fault-scaled") is None
 
 
 def test_after_ctrl_c_the_traces_that_were_finished_are_kept():
