@@ -59,6 +59,7 @@ from slipstream.runtime.errors import (
 )
 from slipstream.runtime.errors import RunError as RunError
 from slipstream.runtime.events import Started
+from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.processes.file_descriptors import (
     count_communicator_ends,
     count_node_0_descriptors,
@@ -566,6 +567,7 @@ class _RunLeader:
     ) -> RunSpec:
         # First what every worker is told, then what the coordinator alone needs.
         request, fit = self.request, self.fit
+        domains = FailureDomains(fit.common.failure_domains)
         setup = WorkerSetup(
             common=fit.common,
             epoch=record.epoch,
@@ -588,7 +590,7 @@ class _RunLeader:
             layer_bytes=layer_bytes,
             behind=self.behind,
             losses=losses,
-            journal=EMPTY_JOURNAL if self.behind is None else read_journal(request.out),
+            journal=EMPTY_JOURNAL if self.behind is None else read_journal(request.out, domains),
             gone=[worker for worker in fit.facts.shares[0] if worker not in alive],
         )
 

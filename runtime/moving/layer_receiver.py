@@ -170,8 +170,12 @@ class LayerReceiver:
         if a sender is gone, or if a part or a step of it did not fit.
         """
         states: list[PartState] = []
-        for transfer in self._pop_until(order):
-            try:
+        transfers = self._pop_until(order)
+        with contextlib.ExitStack() as stack:
+            # If one of them fails, nobody else would close those that follow.
+            for transfer in transfers:
+                stack.callback(transfer.close)
+            for transfer in transfers:
                 # An order may have ended before the parts for which all waited in it were taken.
                 is_wanted = transfer.fetch.order == order
                 if transfer.fetch.follow:
@@ -179,7 +183,6 @@ class LayerReceiver:
                 if is_wanted:
                     transfer.wait_for_order(order, require)
                     states += [part.to_part_state() for part in transfer.parts.values()]
-            finally:
                 transfer.close()
         # Otherwise parts may be missing because they were dropped when the order ended.
         require()

@@ -194,7 +194,8 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server and all processes that it has forked.
 
-        Waits up to `KILL_SECONDS`; a server that this process has started is then killed.
+        Waits up to `KILL_SECONDS`; a server that this process has started is then killed. If it is
+        still not gone after as long again, a line on standard error says so.
         """
         # The server kills its processes before it ends; if it does not end, it is killed itself.
         deadline = time.monotonic() + KILL_SECONDS
@@ -206,7 +207,16 @@ class ForkServer:
         self._connection.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait(KILL_SECONDS)
+            try:
+                self._process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Nobody can do more, and how the run ended matters more to users.
+                print(
+                    f"process {self._process.pid}, which started the workers, was killed but has "
+                    f"not ended within {KILL_SECONDS:.0f} s; check for a device that holds it",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def detach(self) -> None:
         """Disconnect, and leave the server and its processes to another launcher."""

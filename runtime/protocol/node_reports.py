@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -100,8 +100,8 @@ class ReportSender:
     """Sender of one process's iteration reports, to its node's agent or directly to node 0.
 
     `directly` sends a report to node 0. `agent` is the path of the agent's socket; None if the
-    agent gathers no reports. Raises OSError if nothing listens there. One thread sends, and another
-    reads acknowledgements.
+    agent gathers no reports. If nothing listens there, all reports go to node 0. One thread sends,
+    and another reads acknowledgements.
     """
 
     def __init__(
@@ -111,8 +111,12 @@ class ReportSender:
         self._directly = directly
         self._socket: socket.socket | None = None
         if agent is not None:
-            self._socket = _bind_socket(f"{agent}-{os.getpid()}")
-            self._socket.connect(agent)
+            # The agent may have died since it started this process.
+            with suppress(OSError), ExitStack() as stack:
+                connection = stack.enter_context(_bind_socket(f"{agent}-{os.getpid()}"))
+                connection.connect(agent)
+                stack.pop_all()
+                self._socket = connection
         self.gathered = self._socket is not None
         """True while reports go to the agent, not directly to node 0."""
         self.sent = 0.0
@@ -162,5 +166,9 @@ def _remove_abandoned_folders() -> None:
 def _bind_socket(address: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     bound.setblocking(False)
-    bound.bind(address)
+    try:
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
     return bound

@@ -54,10 +54,14 @@ def shards_of(module: nn.Module) -> Shards:
 
 
 def cut_parameters(module: nn.Module, shards: Shards, group: WorkerGroup) -> None:
-    """Replace a layer's whole parameters, in place, by the parts of this rank."""
+    """Replace a layer's whole parameters, in place, by the parts of this rank.
+
+    Parts of frozen parameters are frozen.
+    """
     for name, shard in shards.items():
-        part = shard.cut(module.get_parameter(name).detach(), group.rank(), group.size())
-        replace_tensor(module, name, nn.Parameter(part))
+        whole = module.get_parameter(name)
+        part = shard.cut(whole.detach(), group.rank(), group.size())
+        replace_tensor(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def cut_state(

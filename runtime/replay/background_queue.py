@@ -8,9 +8,15 @@ from functools import cache
 
 import torch
 
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.python_exit import start_thread
 
 Work = Callable[[], None]
+OnFailure = Callable[[BaseException], None]
+
+
+def _ignore_failure(_: BaseException) -> None:
+    """Do nothing: nobody waits for this work alone."""
 
 
 @cache
@@ -39,7 +45,7 @@ class BackgroundQueue:
         self._name = name
         self._stream = get_stream_for(device, name) if device.type == "cuda" else None
         self._enqueues = enqueues and self._stream is not None
-        self._pending: deque[tuple[Work, torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[Work, torch.cuda.Event | None, OnFailure]] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Between the moment when the thread finds the queue empty and its end.
@@ -51,11 +57,11 @@ class BackgroundQueue:
         thread = self._thread
         return None if thread is None else thread.ident
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, on_failure: OnFailure = _ignore_failure) -> None:
         """Queue work to run after earlier work, and after kernels that were launched before.
 
         Raises the error of earlier work, without queueing this one; or, if work only enqueues
-        kernels, the error of this one.
+        kernels, the error of this one. `on_failure` is called if queued work fails or is discarded.
         """
         if self._error is not None:
             self.wait()
@@ -67,7 +73,7 @@ class BackgroundQueue:
             self._run_work(work, ready)
             return
         with self._lock:
-            self._pending.append((work, ready))
+            self._pending.append((work, ready, on_failure))
             # A thread ends when the queue is empty, so that an idle queue costs none.
             if self._thread is None:
                 self._thread = start_thread(self._name, self._run)
@@ -94,10 +100,16 @@ class BackgroundQueue:
 
     def discard_pending(self) -> None:
         """Discard waiting work, and wait for the running work, whose error is not raised."""
-        with self._lock:
-            self._pending.clear()
+        self._drop_pending(RuntimeError("it was discarded before it began"))
         with contextlib.suppress(Exception):
             self.wait()
+
+    def _drop_pending(self, reason: BaseException) -> None:
+        with self._lock:
+            dropped = [on_failure for _, _, on_failure in self._pending]
+            self._pending.clear()
+        for on_failure in dropped:
+            on_failure(reason)
 
     def _run(self) -> None:
         while True:
@@ -105,7 +117,7 @@ class BackgroundQueue:
                 if not self._pending:
                     self._thread = None
                     return
-                work, ready = self._pending.popleft()
+                work, ready, on_failure = self._pending.popleft()
             try:
                 self._run_work(work, ready)
                 # Work is done only when the device has executed it: `wait` joins this thread.
@@ -113,10 +125,10 @@ class BackgroundQueue:
                     self._stream.synchronize()
             except BaseException as error:
                 # Later work may depend on what has failed.
-                with self._lock:
-                    self._error = error
-                    self._pending.clear()
-            del work
+                self._error = error
+                on_failure(error)
+                self._drop_pending(RuntimeError(f"earlier work failed: {first_line(error)}"))
+            del work, on_failure
 
     def _run_work(self, work: Work, ready: torch.cuda.Event | None) -> None:
         if self._stream is None or ready is None:

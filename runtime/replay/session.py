@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.background_queue import BackgroundQueue
 from slipstream.runtime.replay.group_cache import GenerationGroups, GroupCache, GroupSpec
 from slipstream.runtime.replay.membership import GradientKey, GroupConnection, Membership
@@ -176,7 +177,12 @@ class GenerationSession:
             except RuntimeError as error:
                 future.set_exception(error)
 
-        self._sends.submit(send)
+        def fail(error: BaseException) -> None:
+            # Else the thread that awaits the send would wait for the whole timeout.
+            if not future.done():
+                future.set_exception(RuntimeError(first_line(error)))
+
+        self._sends.submit(send, fail)
         return future
 
     def receive(

@@ -30,15 +30,17 @@ from slipstream.runtime.errors import NoLiveWorkerError
 from slipstream.runtime.events import (
     EVENTS,
     CheckpointWritten,
+    CoordinatorRestarted,
     Event,
     Failed,
     Joined,
-    NodeLost,
     OrderGiven,
     Recovered,
+    Resumed,
     Slowed,
     decode_event,
 )
+from slipstream.runtime.failure_domains import FailureDomains
 from slipstream.runtime.protocol.to_coordinator import NOTHING_HELD, HeldState, RecoveryReport
 from slipstream.runtime.protocol.to_worker import StepFactor
 from slipstream.schedules.schedule import Worker
@@ -234,16 +236,19 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     began: float | None = None
     """Time of the run's first order, by this process's `time.monotonic`; None: none was given."""
     failures: int = 0
-    """Number of failures since the first order; workers lost with their machine count as one."""
+    """Number of failures since the first order; a domain counts once in each recovery."""
+    lost: frozenset[Worker] = frozenset()
+    """Members lost in the recovery in progress, if there is one."""
     speeds: Mapping[Worker, float] = {}
     """Last measured factor by which ops of each slow or recovered worker take longer."""
     checkpoint: CheckpointWritten | None = None
     """Event of the last complete checkpoint; None if there is none."""
 
-    def with_event(self, event: Event) -> "Journal":
+    def with_event(self, event: Event, domains: FailureDomains) -> "Journal":
         """Return the journal after an event; a run's first order begins a new journal.
 
-        Its times are those of the events, in seconds since 1970.
+        `domains` are the run's failure domains. Times are those of the events, in seconds since
+        1970.
         """
         match event:
             case OrderGiven(order=1):
@@ -254,11 +259,17 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
             case Recovered():
                 return replace(self, speeds={**self.speeds, event.worker: 1.0})
             case Failed():
-                return replace(self._without_speed_of(event.worker), failures=self.failures + 1)
+                # As in `orders.record_losses`, by which a coordinator counts while it lives.
+                is_new = self.lost.isdisjoint(domains.workers_failing_with(event.worker))
+                return replace(
+                    self._without_speed_of(event.worker),
+                    failures=self.failures + is_new,
+                    lost=self.lost | {event.worker},
+                )
+            case Resumed() | CoordinatorRestarted():
+                return replace(self, lost=frozenset())
             case Joined():  # it may be on another machine now, or its usual speed is assumed again
                 return self._without_speed_of(event.worker)
-            case NodeLost():
-                return replace(self, failures=self.failures + 1 - len(event.workers))
             case CheckpointWritten():
                 return replace(self, checkpoint=event)
         return self
@@ -272,14 +283,17 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 EMPTY_JOURNAL = Journal()
 
 
-def read_journal(folder: Path) -> Journal:
-    """Return the journal of a run's folder, with times of `time.monotonic`; empty if unreadable."""
+def read_journal(folder: Path, domains: FailureDomains) -> Journal:
+    """Return the journal of a run's folder, with times of `time.monotonic`; empty if unreadable.
+
+    `domains` are the run's failure domains, whose losses in one recovery count as one failure.
+    """
     # A crash may have left half a line.
     journal = EMPTY_JOURNAL
     with suppress(OSError):
         for line in (folder / EVENTS).read_bytes().splitlines():
             with suppress(msgspec.MsgspecError):
-                journal = journal.with_event(decode_event(line))
+                journal = journal.with_event(decode_event(line), domains)
     # Times in files are since 1970; decisions use this process's `time.monotonic`.
     now, wall = time.monotonic(), time.time()
     if journal.began is not None:

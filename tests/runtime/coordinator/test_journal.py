@@ -11,21 +11,30 @@ from slipstream.runtime.coordinator.decisions.failover import (
     RejoiningPhase,
     read_journal,
 )
+from slipstream.runtime.coordinator.decisions.orders import record_losses
 from slipstream.runtime.coordinator.decisions.rebalancing import MoveCost
-from slipstream.runtime.coordinator.decisions.run_state import RunRules, build_initial_state
+from slipstream.runtime.coordinator.decisions.recoveries import RecoveryClock
+from slipstream.runtime.coordinator.decisions.run_state import (
+    RunRules,
+    TransitionBuilder,
+    build_initial_state,
+)
 from slipstream.runtime.coordinator.decisions.transition import TimePassed, apply_event
 from slipstream.runtime.coordinator.records import run_log
 from slipstream.runtime.coordinator.records.run_log import RunLog
 from slipstream.runtime.events import (
     CheckpointWritten,
+    CoordinatorRestarted,
     Failed,
     Joined,
     NodeLost,
     Noted,
     OrderGiven,
     Recovered,
+    Resumed,
     Slowed,
 )
+from slipstream.runtime.failure_domains import NO_SHARED_DOMAINS, FailureDomains
 from slipstream.runtime.protocol.to_coordinator import Ready, RecoveryReport
 from slipstream.schedules.schedule import Worker
 from tests.jobs import grid
@@ -48,17 +57,18 @@ def journal(tmp_path, monkeypatch):
     clock.time = lambda: time.time() - AGO
     monkeypatch.setattr(run_log, "time", clock)
 
-    def read(*happened):
+    def read(*happened, domains=NO_SHARED_DOMAINS):
         with RunLog(tmp_path) as log:
             for event in happened:
                 log.write(event)
-        return read_journal(tmp_path)
+        return read_journal(tmp_path, domains)
 
     return read
 
 
 def test_without_events_nothing_is_known(journal, tmp_path):
-    assert read_journal(tmp_path / "nothing") == journal() == EMPTY_JOURNAL
+    nothing = read_journal(tmp_path / "nothing", NO_SHARED_DOMAINS)
+    assert nothing == journal() == EMPTY_JOURNAL
 
 
 def test_a_run_in_the_same_folder_begins_with_nothing(journal):
@@ -83,9 +93,48 @@ def test_what_is_known_of_a_worker_is_forgotten_when_it_goes_or_comes_in_again(j
     assert found.speeds == {THIRD: 1.0, FOURTH: 2.0}
 
 
-def test_a_machine_fails_once(journal):
-    failed = [Failed(worker=worker, reason="x") for worker in WORKERS[:3]]
-    assert journal(BEGINS, *failed, NodeLost(node=1, workers=(OTHER, THIRD))).failures == 2
+def failed(*workers):
+    return [Failed(worker=worker, reason="x") for worker in workers]
+
+
+MACHINES = FailureDomains([(ONE, OTHER), (THIRD, FOURTH)])
+LOST = NodeLost(node=0, workers=(ONE, OTHER))
+ALL_BEGAN = Resumed(pause=1.0, live=2)
+RESTARTED = CoordinatorRestarted(live=2)
+
+
+@pytest.mark.parametrize(
+    ("happened", "failures"),
+    [
+        pytest.param([*failed(ONE, OTHER), LOST], 1, id="all of its workers"),
+        pytest.param([*failed(ONE), LOST], 1, id="the other one was never there"),
+        pytest.param([*failed(ONE), ALL_BEGAN, *failed(OTHER), LOST], 2, id="one, later the other"),
+        pytest.param(
+            [*failed(ONE), RESTARTED, *failed(OTHER)], 2, id="the second one after node 0"
+        ),
+        pytest.param([*failed(THIRD, ONE, FOURTH)], 2, id="two machines in one recovery"),
+        pytest.param([*failed(ONE, ONE), ALL_BEGAN, *failed(ONE)], 2, id="the same one again"),
+    ],
+)
+def test_a_machine_fails_once_in_a_recovery_as_for_the_one_before(journal, happened, failures):
+    assert journal(BEGINS, *happened, domains=MACHINES).failures == failures
+    # The coordinator that wrote these events has counted alike.
+    rules = RunRules(
+        first=prepared(schedule_for(grid(2, 2, 2))),
+        iterations=range(100),
+        partition=partition([0, 2, 4]),
+        move_cost=MoveCost([1] * 4, None),
+        domains=MACHINES,
+    )
+    step = TransitionBuilder(rules, build_initial_state(rules, CommitLog(), 0.0), 0.0)
+    for event in happened:
+        if isinstance(event, Failed):
+            record_losses(step, [(event.worker, event.reason)], 0.0)
+        elif event is ALL_BEGAN:
+            step.update_state(recovery=step.state.recovery.with_end(1, 2, 1.0))
+        elif event is RESTARTED:
+            step.update_state(recovery=RecoveryClock())
+    assert step.state.rebalancing.failures == failures
 
 
 def test_it_goes_on_as_the_one_before_would_have(journal):

@@ -4,6 +4,7 @@ All wait meanwhile or train on.
 """
 
 import socket
+import threading
 from functools import partial
 
 import pytest
@@ -114,6 +115,24 @@ def test_a_sender_that_goes_is_told_once(team):
     ):
         team.take(2)
     assert team.told.empty()
+
+
+def test_a_fetch_that_fails_leaves_no_connection_of_another_for_the_same_order(team):
+    def refuse() -> None:
+        raise CommunicationError("the order is over")
+
+    before = set(threading.enumerate())
+    team.fetch(number=1, order=1)
+    team.fetch(number=0, order=2, follow=False)
+    fetching = {
+        thread for thread in threading.enumerate() if thread.name.startswith("layers from")
+    } - before
+    team.until_asked()
+    with pytest.raises(CommunicationError, match="the order is over"):
+        team.receiver.take_parts(2, 1, refuse)
+    for thread in fetching:
+        thread.join(SOON / len(fetching))
+    assert len(fetching) == 4 and not any(thread.is_alive() for thread in fetching)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,19 @@ def test_ending_processes_that_do_not_end_has_an_end(monkeypatch, tmp_path):
         wait_until_gone([pid])
 
 
+def test_a_fork_server_that_outlives_its_kill_is_left_with_a_word(monkeypatch, capfd):
+    """As one that waits for hardware may: the run ends as it would have."""
+    monkeypatch.setattr(fork_server, "KILL_SECONDS", 0.1)
+    with ForkServer() as server:
+        process = server._process
+        os.kill(process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(process, "kill", lambda: None)
+    assert process.poll() is None
+    assert f"process {process.pid}, which started the workers, was killed" in capfd.readouterr().err
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(patience.SECONDS) == -signal.SIGKILL
+
+
 def test_a_process_that_ends_while_it_is_taken_over_does_not_live():
     # Its end may come with the first news, behind its name: nobody would ever hear of it again.
     server, launcher = socket.socketpair()

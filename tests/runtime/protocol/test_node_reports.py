@@ -4,6 +4,7 @@ Tested is also what becomes of them where it does not answer.
 """
 
 import select
+import socket
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -78,6 +79,22 @@ def test_without_an_agent_reports_go_to_node_0(node):
         and alone.read_acknowledgements() == []
         and alone.list_sockets() == []
     )
+
+
+@pytest.mark.parametrize("left", ["its folder", "nothing"])
+def test_a_worker_whose_agent_went_before_it_was_ready_reports_to_node_0(left, tmp_path):
+    with ReportGatherer() as agent:
+        address = agent.address
+    if left == "its folder":  # as of an agent that was killed
+        address = str(tmp_path / "agent")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
+            killed.bind(address)
+    direct = []
+    sender = ReportSender(0, direct.append, address)
+    assert not sender.gathered
+    sender.send(ran(ONE, 7))
+    assert direct == [ran(ONE, 7)]
+    assert sender.list_sockets() == sender.read_acknowledgements() == []
 
 
 def test_an_agent_that_has_gone_or_does_not_answer_is_not_waited_for(node, monkeypatch):

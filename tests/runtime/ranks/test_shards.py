@@ -6,7 +6,7 @@ from torch import distributed
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
-from slipstream.runtime.ranks.shards import Shard, cut_state, gather_state
+from slipstream.runtime.ranks.shards import Shard, cut_parameters, cut_state, gather_state
 from slipstream.runtime.ranks.worker_group import WorkerGroup, simulating_rank, worker_group
 from slipstream.runtime.replay.torch_groups import HashStore
 
@@ -23,6 +23,14 @@ def test_the_parts_of_all_ranks_are_the_whole(shard, ranks):
     whole = torch.randn(8, 16, 24)
     parts = torch.stack([shard.cut(whole, rank, ranks) for rank in range(ranks)])
     assert torch.equal(shard.join(parts), whole)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_is_trained_after_it_is_cut_if_it_was_before(trained):
+    layer = torch.nn.Linear(2, 4).requires_grad_(trained)
+    cut_parameters(layer, {"weight": Shard(0)}, WorkerGroup(1, 2))
+    assert layer.weight.shape == (2, 2)
+    assert layer.weight.requires_grad == layer.bias.requires_grad == trained
 
 
 def test_state_is_cut_as_the_parameter_is_and_counters_are_not():

@@ -4,14 +4,23 @@ They are gloo on CPUs and beside GPUs, NCCL, and the double that stands for it i
 """
 
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import conformance
-from benchmarks.conformance import CHECKS, GLOO, LAYERS, WORKERS, NotConformingError, Team
-from slipstream.runtime.replay import session, sum_tree
+from benchmarks.conformance import (
+    CHECKS,
+    GLOO,
+    LAYERS,
+    RELEASED_SECONDS,
+    WORKERS,
+    NotConformingError,
+    Team,
+)
+from slipstream.runtime.replay import session, sum_tree, transfers
 from slipstream.runtime.replay.session import GenerationSession
 from slipstream.runtime.replay.transfers import CommunicationError
 from slipstream.schedules.schedule import Worker
@@ -104,6 +113,63 @@ def test_parts_are_summed_where_they_are_when_they_pass_through_host_memory(chec
     monkeypatch.setattr(team, "session", staged)
     check(team)
     team.close()
+
+
+class Card:
+    """A GPU whose present operation fails once it is lost."""
+
+    def __init__(self) -> None:
+        self.busy, self.lost = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.busy.set()
+        assert self.lost.wait(RELEASED_SECONDS)
+        raise RuntimeError("CUDA error: the card is lost\nand more")
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Sends through host memory, of which the first waits for the card, and their session."""
+    card, empty = Card(), torch.empty
+    monkeypatch.setattr(transfers, "TRANSFER_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: card)
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **kind: empty(*shape, **kind))
+    team = Team(GLOO)
+    sender = team.connected()[0]
+    sender.staged = True
+    sends = [sender.send(torch.zeros(2), WORKERS[1], 0)]
+    assert card.busy.wait(RELEASED_SECONDS)
+    sends += [sender.send(torch.zeros(2), target, 1) for target in WORKERS[1:]]
+    yield SimpleNamespace(card=card, session=sender, sends=sends)
+    card.lost.set()
+    team.close()
+
+
+def test_sends_behind_one_that_the_card_fails_fail_with_it(queued):
+    queued.card.lost.set()
+    for outgoing, reason in zip(
+        queued.sends, ("", "earlier work failed: ", "earlier work failed: "), strict=True
+    ):
+        message = (
+            f"sending to worker {outgoing.target} failed: {reason}CUDA error: the card is lost"
+        )
+        with pytest.raises(CommunicationError, match=f"^{message}$") as raised:
+            outgoing.wait()
+        assert raised.value.peers == (outgoing.target,)
+
+
+def test_sends_that_a_session_drops_at_its_end_fail(queued):
+    queued.session.abort()
+    threading.Timer(0.1, queued.card.lost.set).start()
+    queued.session.drain()
+    for outgoing in queued.sends[1:]:
+        with pytest.raises(CommunicationError, match="failed: it was discarded before it began"):
+            outgoing.wait()
+
+
+def test_a_send_whose_tensor_never_comes_from_the_card_fails_after_the_timeout(queued):
+    with pytest.raises(CommunicationError, match=f"worker {WORKERS[1]} failed: not begun within 1"):
+        queued.sends[0].wait()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
