@@ -288,12 +288,14 @@ def _plan_with_fallback(
                 return quick_plan
     plan = _plan_whole_or_blocks(options, job, failed, budget, speed)
     if quick_plan is not None and quick_plan.period < plan.period:
+        quick = quick_plan.schedule
+        fixed_periods = filter(None, (quick_plan.fixed_period, plan.fixed_period))
+        # If the quick plan is in place, it is the best one in place itself.
+        moved = any(map(quick.has_moved_layers, quick.seats))
         plan = msgspec.structs.replace(
             quick_plan,
-            schedule=with_bound_of(quick_plan.schedule, plan.schedule),
-            fixed_period=min(
-                filter(None, (quick_plan.fixed_period, plan.fixed_period)), default=None
-            ),
+            schedule=with_bound_of(quick, plan.schedule),
+            fixed_period=min(fixed_periods, default=None) if moved else None,
             end=plan.end,
         )
     # With counted steps, a search with layers in place or, if they were, without cut micro-batches
