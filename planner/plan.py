@@ -382,10 +382,11 @@ def _add_reductions(
     budget: Budget,
     params: OverlapParams,
 ) -> Plan:
-    """Return a copy of a plan with the job's overlapping reductions added."""
+    """Return a copy of a plan with the job's overlapping reductions, after a check."""
     schedule = add_overlapping_reductions(
         plan_without.schedule, job, bound, tick_seconds, budget, params
     )
+    _require_valid(schedule)
     plan = Plan.from_schedule(
         schedule,
         evidence=plan_without.evidence,
@@ -497,10 +498,15 @@ def _solve_and_check(
 def _checked_schedule(solved: Incumbent) -> Schedule:
     """Return the schedule of a candidate's solved subproblems, after it passed the checker."""
     schedule = solved.make_schedule()
+    _require_valid(schedule)
+    return schedule
+
+
+def _require_valid(schedule: Schedule) -> None:
+    """Raise AssertionError unless a schedule passes the checker."""
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
-    return schedule
 
 
 @contextmanager
