@@ -359,6 +359,13 @@ def simulate(request: SimulateRequest) -> None:
             style="dim",
             soft_wrap=True,
         )
+    if job.memory and job.memory.capacity_of:
+        err.print(
+            f"note: {request.job}: memory.capacity_of is left out: all workers of a stage count as "
+            "having equal memory",
+            style="dim",
+            soft_wrap=True,
+        )
     costs = costs_for(
         _estimate_parameters(job) if request.parameters is None else request.parameters, job.stages
     )

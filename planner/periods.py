@@ -81,14 +81,14 @@ class Periods:
     def affected_job(self, failures: int) -> Job:
         """Return the job with only as many pipelines as this number of failures can affect.
 
-        The pipelines that are left out equal one that stays, and do not change the period, unless
-        workers are unlike. If pipelines read different numbers of micro-batches, none is left out.
+        The pipelines that are left out equal one that stays, and do not change the period. If
+        pipelines are unlike (in micro-batches, speeds or memory of workers), none is left out.
         """
         # With f failures and M micro-batches per pipeline, f (M + 1) pipelines are affected at
         # most: if each peer runs one micro-batch more, that is all the work of f broken pipelines.
         count = self._job.microbatches[0]
         enough = failures * (count + 1) + 1
-        if enough >= self._job.pipelines or len(set(self._job.microbatches)) > 1:
+        if enough >= self._job.pipelines or len(set(self._classes)) > 1:
             return self._job
         return msgspec.structs.replace(self._job, pipelines=enough, microbatches=(count,) * enough)
 

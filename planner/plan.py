@@ -288,12 +288,14 @@ def _plan_with_fallback(
                 return quick_plan
     plan = _plan_whole_or_blocks(options, job, failed, budget, speed)
     if quick_plan is not None and quick_plan.period < plan.period:
+        quick = quick_plan.schedule
+        fixed_periods = filter(None, (quick_plan.fixed_period, plan.fixed_period))
+        # If the quick plan is in place, it is the best one in place itself.
+        moved = any(map(quick.has_moved_layers, quick.seats))
         plan = msgspec.structs.replace(
             quick_plan,
-            schedule=with_bound_of(quick_plan.schedule, plan.schedule),
-            fixed_period=min(
-                filter(None, (quick_plan.fixed_period, plan.fixed_period)), default=None
-            ),
+            schedule=with_bound_of(quick, plan.schedule),
+            fixed_period=min(fixed_periods, default=None) if moved else None,
             end=plan.end,
         )
     # With counted steps, a search with layers in place or, if they were, without cut micro-batches
@@ -380,10 +382,11 @@ def _add_reductions(
     budget: Budget,
     params: OverlapParams,
 ) -> Plan:
-    """Return a copy of a plan with the job's overlapping reductions added."""
+    """Return a copy of a plan with the job's overlapping reductions, after a check."""
     schedule = add_overlapping_reductions(
         plan_without.schedule, job, bound, tick_seconds, budget, params
     )
+    _require_valid(schedule)
     plan = Plan.from_schedule(
         schedule,
         evidence=plan_without.evidence,
@@ -495,10 +498,15 @@ def _solve_and_check(
 def _checked_schedule(solved: Incumbent) -> Schedule:
     """Return the schedule of a candidate's solved subproblems, after it passed the checker."""
     schedule = solved.make_schedule()
+    _require_valid(schedule)
+    return schedule
+
+
+def _require_valid(schedule: Schedule) -> None:
+    """Raise AssertionError unless a schedule passes the checker."""
     violations = check(schedule)
     if violations:
         raise AssertionError(f"the planner made a schedule that breaks a rule: {violations[0]}")
-    return schedule
 
 
 @contextmanager

@@ -451,8 +451,8 @@ def _has_choice(problem: Problem, batch: MicroBatch) -> bool:
 def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
     """Return pairs: workers of a column that are interchangeable, and a stage of the column.
 
-    All micro-batches pass this stage. There are no pairs if pipelines are bidirectional, or if
-    holders do not share all micro-batches.
+    The workers have room for a micro-batch, and all micro-batches pass the stage. There are no
+    pairs if pipelines are bidirectional, or if holders do not share all micro-batches.
     """
     if not problem.sharing or problem.grid.chains > 1:
         return []
@@ -460,7 +460,8 @@ def find_equal_workers(problem: Problem) -> list[tuple[list[Worker], int]]:
     for column in range(problem.grid.columns):
         stage = problem.grid.stages_of_column(column)[0]
         kinds: dict[LiveWorker, list[Worker]] = {}
-        for worker in problem.holders_by_slice[stage]:
+        # A holder without room runs nothing, so it has no literal in the model.
+        for worker in problem.hosts_by_slice[stage]:
             kinds.setdefault(problem.workers[worker], []).append(worker)
         groups += [(equal, stage) for equal in kinds.values() if len(equal) > 1]
     return groups

@@ -49,10 +49,11 @@ class Throughputs:
         dead: Sequence[Worker] = (),
         announce: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare to plan a job, all of whose workers count as equally fast.
+        """Prepare to plan a job, all of whose workers count as equal.
 
-        Raises NoPlanError if no schedule can run the job, and ValueError if the table is of another
-        job.
+        Factors of slow workers do not count; memory of single workers (`capacity_of`) only in the
+        periods of a table. Raises NoPlanError if no schedule can run the job, and ValueError if the
+        table is of another job.
 
         Parameters
         ----------
@@ -75,7 +76,9 @@ class Throughputs:
         announce
             Function that receives one line before each plan.
         """
-        self.job = msgspec.structs.replace(job, time=msgspec.structs.replace(job.time, slow=()))
+        memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
+        time = msgspec.structs.replace(job.time, slow=())
+        self.job = msgspec.structs.replace(job, time=time, memory=memory)
         self.workers = job.pipelines * job.stages
         self.samples = samples_per_microbatch * sum(job.microbatches)
         self._options = PlanOptions(method="greedy", steps=0, slices=False).with_limit(plan_seconds)

@@ -237,10 +237,10 @@ def build_share(
     faster; a run uses them right after a failure. After an interruption, finished entries are
     stored, and the next call continues from there.
 
-    Raises NoPlanError if no schedule can exist even without failures, JobError if the job is too
-    large for the time limit or a stage has no layer where layouts are tried, TableError if such
-    entries cannot be had (`all_tasks`) or the folder holds something else or is damaged, OSError if
-    it cannot be written, PoolError if a process dies or a task fails.
+    Raises NoPlanError if no schedule can exist even without failures, or if no entry has a plan;
+    JobError if the job is too large for the time limit or a stage has no layer where layouts are
+    tried, TableError if such entries cannot be had (`all_tasks`) or the folder holds something else
+    or is damaged, OSError if it cannot be written, PoolError if a process dies or a task fails.
 
     Parameters
     ----------
@@ -341,12 +341,19 @@ def _publish_table(
     exact: bool,
     settled: bool,
 ) -> Index:
-    """Write the table of all entries from their files, and return its index."""
+    """Write the table of all entries from their files, and return its index.
+
+    Raises NoPlanError if no entry has a plan.
+    """
     keys = [task.key for task in tasks]
     counts = [task for task in tasks if task.failed is None]
     patterns = [task for task in tasks if task.failed is not None and task.answer == "at once"]
     try:
         parts = folder.read_parts(keys)
+        # A table without any plan would be of no use.
+        reason = parts[keys[0]].reason
+        if reason is not None and all(part.reason is not None for part in parts.values()):
+            raise NoPlanError(reason)
         largest_count = max(task.failures for task in counts)
         # Entries first take over shorter plans from other entries.
         better: dict[str, FinishedPart] = {}

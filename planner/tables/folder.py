@@ -371,9 +371,9 @@ class TableFolder:
     ) -> Index:
         """Write the table with the entries of these keys, in order, and return its index.
 
-        All entries must be finished, the first one fault-free. Files of single entries, and those
-        of an earlier table, are removed. Raises OSError if the table cannot be written, TableError
-        if the file of an entry is missing or damaged.
+        All entries must be finished, the first one fault-free, and one must have a plan. Files of
+        single entries, and those of an earlier table, are removed. Raises OSError if the table
+        cannot be written, TableError if the file of an entry is missing or damaged.
 
         Parameters
         ----------

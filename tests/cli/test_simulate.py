@@ -133,6 +133,19 @@ def test_slow_workers_of_the_job_are_told_to_be_left_out(job):
     assert result.exit_code == 0 and "time.slow is left out" in result.stderr
 
 
+def test_memory_of_single_workers_is_told_to_be_left_out(job):
+    simulated = ("simulate", job, "--trace", "trace.txt", "--policy", "slipstream", "--json")
+    memory = "[memory]\ncapacity = 3\nactivation = 1\n"
+    job.write_text(JOB + memory)
+    usual = slipstream(*simulated)
+    job.write_text(JOB + memory + 'capacity_of = {"2.0" = 1}\n')
+    unlike = slipstream(*simulated)
+    assert unlike.exit_code == 0 and "memory.capacity_of is left out" in unlike.stderr
+    assert "left out" not in usual.stderr
+    rates = [json.loads(result.stdout)["policies"] for result in (usual, unlike)]
+    assert rates[0] == rates[1]
+
+
 def test_json_names_every_policy_and_its_samples_a_second(job, tmp_path):
     result = slipstream("simulate", job, "--trace", "trace.txt", "--json")
     answer = json.loads(result.stdout)

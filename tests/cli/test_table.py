@@ -180,6 +180,21 @@ def test_a_job_without_any_plan_exits_1(job, tmp_path):
     assert result.exit_code == 1 and "no schedule can run it" in result.stderr
 
 
+def test_a_table_none_of_whose_entries_has_a_plan_exits_1(job, tmp_path):
+    # Two workers have room for two of the three virtual stages at once.
+    job.write_text(
+        "pipelines = 2\nstages = 1\nmicrobatches = 1\n[placement]\nchunks = 3\n"
+        "[time]\nforward = 1\nbackward_input = 1\nbackward_weight = 1\n"
+        "[memory]\ncapacity = 1\nactivation = 1\n"
+    )
+    planned = ("table", job, "--max-failures", 1, "--steps", 2000, "--jobs", 1)
+    for _ in range(2):  # the second time from finished entries
+        result = slipstream(*planned, "--out", tmp_path / "table")
+        assert result.exit_code == 1 and result.stdout == ""
+        assert "slipstream: no schedule with layers in place keeps all workers" in result.stderr
+    assert not (tmp_path / "table" / "index.json").exists()
+
+
 @pytest.mark.real_clock
 def test_a_job_that_is_too_large_exits_2_in_one_line(job, tmp_path):
     job.write_text(

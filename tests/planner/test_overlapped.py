@@ -13,6 +13,7 @@ from slipstream.cli.drawing.svg_timeline import LINK_HEIGHT, draw_schedule
 from slipstream.cli.exporters.perfetto import perfetto_trace
 from slipstream.cli.shared.summaries import busy_shares
 from slipstream.cli.timeline_page import ShownSchedule, timeline_data
+from slipstream.planner import overlapped
 from slipstream.planner.bound_verifier import proven_bound
 from slipstream.planner.job.file import JobError, parse_job
 from slipstream.planner.job.network import Network
@@ -202,6 +203,23 @@ def moved(schedule, wanted, ticks):
 def test_the_checker_refuses_reductions_at_other_times(kind, ticks, says):
     wrong = moved(planned(parse_job(JOB)), lambda op: op.kind is kind, ticks)
     assert says in {violation.rule for violation in check(wrong)}
+
+
+def test_a_plan_with_reductions_at_wrong_times_does_not_leave_the_planner(monkeypatch):
+    place = overlapped._place_reductions
+
+    def place_apart(*given):
+        # The first worker reduces a tick after its peers.
+        placed = place(*given)
+        worker, ops = next(iter(placed.items()))
+        late = [
+            replace(op, start_ticks=op.start_ticks + 1, end_ticks=op.end_ticks + 1) for op in ops
+        ]
+        return {**placed, worker: late}
+
+    monkeypatch.setattr(overlapped, "_place_reductions", place_apart)
+    with pytest.raises(AssertionError, match=r"breaks a rule: .*reduce together"):
+        planned(parse_job(JOB))
 
 
 def test_one_reduction_at_a_time_on_a_link():

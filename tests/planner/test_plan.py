@@ -288,3 +288,21 @@ def test_a_search_with_layers_that_move_is_never_worse_than_the_quick_one_that_i
     )
     whole = plan_only(PlanOptions(layers="move", time_limit=seconds), job, [Worker(1, 1)])
     assert whole.period <= quick.period and check(whole.schedule) == []
+
+
+def test_no_period_in_place_is_told_beside_a_quick_plan_that_is_in_place(monkeypatch):
+    quick = plan_only(PlanOptions(steps=20_000, method="greedy"), grid(2, 2, 4), [])
+    ticks = quick.schedule.period_ticks
+    schedule = msgspec.structs.replace(quick.schedule, status="feasible", lower_bound_ticks=1)
+    quick = msgspec.structs.replace(quick, schedule=schedule)
+    # The search that follows finds longer plans: one with moved layers, and one in place.
+    longer = msgspec.structs.replace(schedule, period_ticks=ticks + 5)
+    later = msgspec.structs.replace(
+        quick, schedule=longer, fixed_period=schedule.seconds(ticks + 10)
+    )
+    plans = iter([quick, later])
+    monkeypatch.setattr(
+        "slipstream.planner.plan._plan_whole_or_blocks", lambda *_, **__: next(plans)
+    )
+    plan = plan_only(PlanOptions(layers="move", time_limit=1), grid(2, 2, 4), [])
+    assert plan.period == quick.period and plan.fixed_period is None

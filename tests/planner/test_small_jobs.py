@@ -125,6 +125,23 @@ def test_a_worker_without_room_runs_nothing(method):
     assert planned(job, "0.0", method=method)[1] == 6
 
 
+@pytest.mark.parametrize(
+    ("pipelines", "capacity", "failed", "period"),
+    [(4, 2, [], 6), (4, 2, ["2.0"], 12), (3, 1, [], 9)],
+)
+def test_cp_sat_leaves_out_equal_workers_without_room(pipelines, capacity, failed, period):
+    # Workers 0.0 and 1.0 are equal, but run nothing.
+    job = grid(
+        pipelines,
+        1,
+        1,
+        times=ONES,
+        more=f"[memory]\ncapacity = {capacity}\nactivation = 1\n"
+        "capacity_of = {'0.0' = 0.5, '1.0' = 0.5}\n",
+    )
+    assert planned(job, *failed)[1] == period
+
+
 def test_who_has_room_only_as_w_takes_no_time_leaves_it_to_a_peer():
     """A worker without room for a W of no time leaves it to a peer.
 

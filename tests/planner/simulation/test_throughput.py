@@ -15,7 +15,8 @@ from slipstream.planner.job.presets import preset_text
 from slipstream.planner.normalise import normal_form
 from slipstream.planner.options import PlanOptions
 from slipstream.planner.params import BlockParams, SearchParams
-from slipstream.planner.plan import plan_job
+from slipstream.planner.periods import Periods
+from slipstream.planner.plan import plan_job, plan_only
 from slipstream.planner.simulation.costs import costs_for
 from slipstream.planner.simulation.loads import spread_over_stages
 from slipstream.planner.simulation.policies import POLICIES
@@ -30,6 +31,7 @@ from slipstream.planner.simulation.throughput import Throughputs
 from slipstream.planner.tables.build import build_table
 from slipstream.schedules.schedule import Worker
 from slipstream.schedules.tables.table import Table
+from tests.jobs import grid
 from tests.planner.simulation.small import job
 
 OPTIONS = PlanOptions(method="greedy", steps=200_000)
@@ -129,6 +131,19 @@ def test_a_table_gives_its_periods_and_is_refused_for_another_job(tmp_path):
     assert rate == pytest.approx(18 / found.seconds(found.period_ticks))
     with pytest.raises(ValueError, match="the table is of another job: its grid or times differ"):
         Throughputs(job(microbatches=5), table=table)
+
+
+@pytest.mark.parametrize("down", [(0, 0), (1, 0)])
+def test_a_period_counts_a_pipeline_with_little_memory_that_no_failure_affects(down):
+    small = grid(
+        40, 2, 4, more="[memory]\ncapacity = 4\nactivation = 1\ncapacity_of = {'30.0' = 1}\n"
+    )
+    options = PlanOptions(method="greedy", steps=20_000, slices=False)
+    schedule = plan_only(options, small, [Worker(0, 0)][: sum(down)]).schedule
+    period, is_best = Periods(small, options).planned_period(down)
+    assert period >= schedule.seconds(schedule.lower_bound_ticks)
+    assert period == pytest.approx(schedule.seconds(schedule.period_ticks), rel=0.1)
+    assert not is_best or schedule.status == "optimal"
 
 
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
