@@ -12,11 +12,6 @@ from slipstream.runtime.errors import first_line
 from slipstream.runtime.replay.python_exit import start_thread
 
 Work = Callable[[], None]
-OnFailure = Callable[[BaseException], None]
-
-
-def _ignore_failure(_: BaseException) -> None:
-    """Do nothing: nobody waits for this work alone."""
 
 
 @cache
@@ -45,7 +40,9 @@ class BackgroundQueue:
         self._name = name
         self._stream = get_stream_for(device, name) if device.type == "cuda" else None
         self._enqueues = enqueues and self._stream is not None
-        self._pending: deque[tuple[Work, torch.cuda.Event | None, OnFailure]] = deque()
+        self._pending: deque[
+            tuple[Work, torch.cuda.Event | None, Callable[[BaseException], None]]
+        ] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # Between the moment when the thread finds the queue empty and its end.
@@ -57,7 +54,9 @@ class BackgroundQueue:
         thread = self._thread
         return None if thread is None else thread.ident
 
-    def submit(self, work: Work, on_failure: OnFailure = _ignore_failure) -> None:
+    def submit(
+        self, work: Work, on_failure: Callable[[BaseException], None] = lambda _: None
+    ) -> None:
         """Queue work to run after earlier work, and after kernels that were launched before.
 
         Raises the error of earlier work, without queueing this one; or, if work only enqueues
@@ -106,9 +105,8 @@ class BackgroundQueue:
 
     def _drop_pending(self, reason: BaseException) -> None:
         with self._lock:
-            dropped = [on_failure for _, _, on_failure in self._pending]
-            self._pending.clear()
-        for on_failure in dropped:
+            dropped, self._pending = self._pending, deque()
+        for _, _, on_failure in dropped:
             on_failure(reason)
 
     def _run(self) -> None:

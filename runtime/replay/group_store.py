@@ -106,8 +106,9 @@ class GroupStore(Store):
         missing = sorted(wanted - self._values.keys())
         if not missing:
             return
-        limit = self._wait_for if timeout is None else timeout
-        deadline = time.monotonic() + limit.total_seconds()
+        deadline = (
+            time.monotonic() + (self._wait_for if timeout is None else timeout).total_seconds()
+        )
         pause = FIRST_PAUSE_SECONDS
         # Polled, as torch's own wait cannot be ended by another thread.
         while not self.check(missing):

@@ -54,8 +54,9 @@ def start_thread(
     name: str, function: Callable[P, object], *arguments: P.args, **options: P.kwargs
 ) -> threading.Thread:
     """Start a daemon thread that calls `function` as `finish_before_exit` does; return it."""
-    call = finish_before_exit(function, *arguments, **options)
-    thread = threading.Thread(target=call, daemon=True, name=name)
+    thread = threading.Thread(
+        target=finish_before_exit(function, *arguments, **options), daemon=True, name=name
+    )
     thread.start()
     return thread
 

@@ -50,11 +50,16 @@ class OutgoingTensor:
         """Wait until the sent tensor may be freed. Raises CommunicationError."""
         with one_line_errors(f"sending to worker {self.target}", (self.target,)):
             # The future ends when the tensor is in host memory and gloo has begun to send it.
-            seconds = TRANSFER_TIMEOUT.total_seconds()
             try:
-                work = self.work.result(seconds) if isinstance(self.work, Future) else self.work
+                work = (
+                    self.work.result(TRANSFER_TIMEOUT.total_seconds())
+                    if isinstance(self.work, Future)
+                    else self.work
+                )
             except TimeoutError:
-                raise RuntimeError(f"not begun within {seconds:.0f} s") from None
+                raise RuntimeError(
+                    f"not begun within {TRANSFER_TIMEOUT.total_seconds():.0f} s"
+                ) from None
             work.wait()
 
 
