@@ -99,16 +99,14 @@ class GroupStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` have values, and keep these for `get`.
 
-        Raises any error of `require`, and DistStoreError after `timeout` (None: `wait_for`).
+        Raises any error of `require`, and DistStoreError after `timeout` (None or 0: `wait_for`).
         """
         # Values are set once, so those that were fetched stay valid.
         wanted = {rank_key for key in keys for rank_key in self._keys_of_all_ranks(key)}
         missing = sorted(wanted - self._values.keys())
         if not missing:
             return
-        deadline = (
-            time.monotonic() + (self._wait_for if timeout is None else timeout).total_seconds()
-        )
+        deadline = time.monotonic() + (timeout or self._wait_for).total_seconds()
         pause = FIRST_PAUSE_SECONDS
         # Polled, as torch's own wait cannot be ended by another thread.
         while not self.check(missing):
