@@ -175,14 +175,7 @@ def with_one_pipeline(job: Job, microbatches: int) -> Job:
     own. No worker is slow.
     """
     # Workers that are slow, or have a memory of their own, are no ground for a choice for all.
-    memory = job.memory
-    if memory is not None:
-        capacity = list(memory.capacity)
-        for column in range(job.stages):
-            own_rooms = [room for worker, room in memory.capacity_of if worker.column == column]
-            if len(own_rooms) == job.pipelines:
-                capacity[column] = max(own_rooms)
-        memory = replace(memory, capacity=tuple(capacity), capacity_of=())
+    memory = job.memory and job.memory.with_equal_rooms(job.pipelines)
     return replace(
         job,
         pipelines=1,

@@ -207,6 +207,18 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     Set by `planner.recompute` only.
     """
 
+    def with_equal_rooms(self, pipelines: int) -> "StageMemory":
+        """Return a copy without `capacity_of`, for a job with this number of pipelines.
+
+        The room of a column is the usual one, or the largest if all its workers have their own.
+        """
+        capacity = list(self.capacity)
+        for column in range(len(capacity)):
+            rooms = [room for worker, room in self.capacity_of if worker.column == column]
+            if len(rooms) == pipelines:
+                capacity[column] = max(rooms)
+        return msgspec.structs.replace(self, capacity=tuple(capacity), capacity_of=())
+
 
 class LayerValues(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the `[layers]` table: how a stage's values are divided over its layers.

@@ -30,7 +30,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Phase of the policy that is in progress during each span."""
     slowdowns: Sequence[tuple[float, float]]
     """Pairs of factors by which slow workers and slow links lengthen training, by span."""
-    is_reference: bool = False
+    is_reference: bool
     """True if the policy is a line to compare with, and no system that exists."""
 
     @cached_property

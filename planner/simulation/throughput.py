@@ -76,7 +76,7 @@ class Throughputs:
         announce
             Function that receives one line before each plan.
         """
-        memory = job.memory and msgspec.structs.replace(job.memory, capacity_of=())
+        memory = job.memory and job.memory.with_equal_rooms(job.pipelines)
         time = msgspec.structs.replace(job.time, slow=())
         self.job = msgspec.structs.replace(job, time=time, memory=memory)
         self.workers = job.pipelines * job.stages

@@ -171,10 +171,7 @@ class LayerReceiver:
         """
         states: list[PartState] = []
         transfers = self._pop_until(order)
-        with contextlib.ExitStack() as stack:
-            # If one of them fails, nobody else would close those that follow.
-            for transfer in transfers:
-                stack.callback(transfer.close)
+        try:
             for transfer in transfers:
                 # An order may have ended before the parts for which all waited in it were taken.
                 is_wanted = transfer.fetch.order == order
@@ -183,6 +180,10 @@ class LayerReceiver:
                 if is_wanted:
                     transfer.wait_for_order(order, require)
                     states += [part.to_part_state() for part in transfer.parts.values()]
+                transfer.close()
+        finally:
+            # If one of them fails, nobody else would close those that follow.
+            for transfer in transfers:
                 transfer.close()
         # Otherwise parts may be missing because they were dropped when the order ended.
         require()

@@ -146,6 +146,13 @@ def test_a_period_counts_a_pipeline_with_little_memory_that_no_failure_affects(d
     assert not is_best or schedule.status == "optimal"
 
 
+def test_a_usual_memory_that_no_worker_has_is_not_simulated():
+    rooms = ", ".join(f"'{pipeline}.{stage}' = 4" for pipeline in range(2) for stage in range(2))
+    text = f"[memory]\ncapacity = {{}}\nactivation = 1\ncapacity_of = {{{{{rooms}}}}}\n"
+    never, always = (grid(2, 2, 4, more=text.format(capacity)) for capacity in (0.5, 4))
+    assert Throughputs(never).planned_rate((1, 0)) == Throughputs(always).planned_rate((1, 0)) > 0
+
+
 @pytest.mark.parametrize("down", [(0, 0, 0), (0, 0, 1), (1, 0, 1), (2, 1, 0), (2, 2, 2), (6, 6, 6)])
 def test_the_slowest_piece_stands_for_a_large_job(down, monkeypatch):
     whole = Throughputs(job(pipelines=12, stages=3)).planned_rate(down)

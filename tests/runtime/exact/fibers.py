@@ -93,10 +93,10 @@ class BackgroundQueue:
     def __init__(self, *_, **__) -> None:
         self._works, self._fiber, self._error, self.thread = deque(), None, None, None
 
-    def submit(self, work) -> None:
+    def submit(self, work, on_failure=lambda _: None) -> None:
         if self._error is not None:
             self.wait()
-        self._works.append(work)
+        self._works.append((work, on_failure))
         if self._fiber is None:
             self._fiber = Fiber(Fiber.current.process, self._run_work)
 
@@ -108,17 +108,24 @@ class BackgroundQueue:
             raise error
 
     def discard_pending(self) -> None:
-        self._works.clear()
+        self._drop_pending(RuntimeError("it was discarded before it began"))
         with contextlib.suppress(Exception):
             self.wait()
+
+    def _drop_pending(self, reason) -> None:
+        while self._works:
+            self._works.popleft()[1](reason)
 
     def _run_work(self) -> None:
         try:
             while self._works:
-                self._works.popleft()()
-        except Exception as error:
-            self._error = error
-            self._works.clear()
+                work, on_failure = self._works.popleft()
+                try:
+                    work()
+                except Exception as error:
+                    self._error = error
+                    on_failure(error)
+                    self._drop_pending(RuntimeError("earlier work failed"))
         finally:
             self._fiber = None
 
@@ -202,6 +209,11 @@ class Thread:
         Fiber(Fiber.current.process if Fiber.current is not None else Acting.process, self._work)
 
 
+def start_thread(_name, function, *arguments) -> None:
+    """As `runtime.replay.python_exit.start_thread`."""
+    Thread(function, arguments).start()
+
+
 class Clock:
     """Stands in for the module `time`: only who sleeps spends any."""
 
@@ -231,7 +243,8 @@ def patched():
         patch.setattr(
             iteration_reports, "queue", SimpleNamespace(SimpleQueue=Queue, Empty=queue.Empty)
         )
-        patch.setattr(nccl, "threading", SimpleNamespace(Thread=Thread, Event=Event))
+        patch.setattr(nccl, "threading", SimpleNamespace(Event=Event))
+        patch.setattr(nccl, "start_thread", start_thread)
         patch.setattr(
             layer_receiver,
             "threading",
