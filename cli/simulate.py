@@ -685,7 +685,7 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
     trace = result.trace
     lost_seconds = {}
     for name, run in result.runs.items():
-        if not POLICIES[name].is_reference:
+        if not run.is_reference:
             lost = run.seconds_lost(result.best_rate)
             lost_seconds[name] = {cause.value: seconds for cause, seconds in lost.items()}
     return {
@@ -693,8 +693,8 @@ def _build_answer(result: Comparison, tokens: int | None) -> dict[str, object]:
         "with_planned_schedules": {name: run.throughput for name, run in result.planned.items()},
         "failure_seconds": {
             name: result.failure_seconds(name)
-            for name in result.runs
-            if not POLICIES[name].is_reference
+            for name, run in result.runs.items()
+            if not run.is_reference
         },
         "fault_free": {name: run.fault_free_rate for name, run in result.runs.items()},
         "lost_seconds": lost_seconds,
@@ -734,7 +734,7 @@ def _print_summary(result: Comparison, job: Job, tokens: int | None, searched: s
     )
     for name, run in result.runs.items():
         # Reference lines lose no time to failures that could be compared.
-        if POLICIES[name].is_reference:
+        if run.is_reference:
             grid.add_row(
                 name,
                 f"{run.throughput:.4g}",
@@ -810,7 +810,7 @@ def _measures_table(result: Comparison, tokens: int | None) -> Grid:
             goodput_text,
             three_digits(run.seconds_to_recover),
             *[trained_text] * bool(tokens),
-            style="dim" if POLICIES[name].is_reference else None,
+            style="dim" if run.is_reference else None,
         )
     return grid
 

@@ -171,9 +171,7 @@ def summarize_comparison(result: Comparison) -> str:
     The first is that of `result.runs`; reference lines are left out. A sentence may follow, on the
     first beside others with this planner's schedules. Without policies, the line says so.
     """
-    real = {
-        name: run.throughput for name, run in result.runs.items() if not POLICIES[name].is_reference
-    }
+    real = {name: run.throughput for name, run in _without_references(result).items()}
     if not real:
         return "only reference lines were asked for"
     first, *others = real
@@ -231,11 +229,11 @@ def _throughput_table(result: Comparison, tokens: int | None) -> str:
     rows = []
     for name in (
         *rank_policies(result),
-        *(name for name in result.runs if POLICIES[name].is_reference),
+        *(name for name, run in result.runs.items() if run.is_reference),
     ):
         run = result.runs[name]
         spent, made = worker_hours(result, run), tokens_per_gpu_hour(result, run, tokens)
-        reference, goodput = POLICIES[name].is_reference, result.goodput(name)
+        reference, goodput = run.is_reference, result.goodput(name)
         of_best = f"{run.throughput / best:.1%}" if best else "-"
         goodput_text = f"{goodput:.1%}" if goodput is not None else "-"
         spent_text = f"{spent:.4g}" if spent else "-"
@@ -283,7 +281,7 @@ def _is_lost(lost: Mapping[str, Mapping[Cause, float]], cause: Cause) -> bool:
 
 
 def _without_references(result: Comparison) -> dict[str, PolicyRun]:
-    return {name: run for name, run in result.runs.items() if not POLICIES[name].is_reference}
+    return {name: run for name, run in result.runs.items() if not run.is_reference}
 
 
 def _time_axis(result: Comparison) -> tuple[str, float]:
@@ -300,7 +298,7 @@ def _throughput_chart(result: Comparison, shown: Collection[str]) -> str:
             name,
             policy_colour(name),
             run.mean_rates_between(edges).tolist(),
-            POLICIES[name].is_reference,
+            run.is_reference,
             name == first,
             name not in shown,
         )
